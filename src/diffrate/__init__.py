@@ -1,0 +1,24 @@
+"""diffrate: learned token compression that makes vision transformers faster."""
+
+from diffrate.compressed import CompressedModel, compress
+from diffrate.costs.macs import gmacs
+from diffrate.errors import DiffRateError, UnsupportedModelError
+from diffrate.operator import Operator
+from diffrate.reduction import restore
+from diffrate.schedule import Schedule, ScheduleError
+from diffrate.tokens import Tokens
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompressedModel",
+    "DiffRateError",
+    "Operator",
+    "Schedule",
+    "ScheduleError",
+    "Tokens",
+    "UnsupportedModelError",
+    "compress",
+    "gmacs",
+    "restore",
+]

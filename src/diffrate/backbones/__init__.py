@@ -1,0 +1,23 @@
+"""What the walk needs to know of a model family, and the one place that picks the family of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from diffrate.backbones.base import Backbone, Layout
+from diffrate.backbones.timm_vit import TimmViT
+from diffrate.errors import UnsupportedModelError
+
+FAMILIES: tuple[type[Backbone], ...] = (TimmViT,)
+
+
+def backbone_of(model: nn.Module) -> Backbone:
+    """The adapter for a model; UnsupportedModelError with the reason where no family can compress it correctly."""
+    for family in FAMILIES:
+        if family.accepts(model):
+            return family(model)
+    supported = ", ".join(family.describes for family in FAMILIES)
+    raise UnsupportedModelError(f"{type(model).__name__} cannot be compressed: supported are {supported}")
+
+
+__all__ = ["Backbone", "Layout", "backbone_of"]

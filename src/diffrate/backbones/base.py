@@ -1,0 +1,115 @@
+"""The three questions a backbone answers: layout, attention access, position state.
+
+An adapter holds a reference to the user's model and calls the model's own layers; it computes no ranking, no
+reduction and no attention itself, so that the walk, the fast kernels and the search share one set of adapters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from diffrate.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a sequence looks like in this model.
+
+    depth, dim      blocks and width.
+    tokens, prefix  sequence length at the model's own input size, and how many leading tokens are protected.
+    class_token     whether token 0 is a class token whose attention can rank the others.
+    mean_pooled     whether the head averages (or attends over) image tokens, so that their sizes matter to it.
+    img_size        (height, width) of the model's own input; in_chans its channels.
+    dynamic         whether other input sizes are accepted.
+    """
+
+    depth: int
+    dim: int
+    tokens: int
+    prefix: int
+    class_token: bool
+    mean_pooled: bool
+    img_size: tuple[int, int]
+    in_chans: int
+    dynamic: bool
+
+    @property
+    def compresses_last_block(self) -> bool:
+        """Whether a search lets the last block drop tokens: only where the head looks at the class token alone."""
+        return self.class_token and not self.mean_pooled
+
+
+class Attention(NamedTuple):
+    """One block's attention, opened up: q, k, v (B, heads, N, d), the logit scale and the dropout in force."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    dropout: float
+
+
+class BlockMacs(NamedTuple):
+    """Multiply-accumulates of one block: per token in attention, per pair of tokens, per token in the MLP."""
+
+    attention_token: float
+    attention_pair: float
+    mlp_token: float
+
+
+class Backbone(ABC):
+    """One model, seen through the three questions. `accepts` is cheap; the constructor refuses what does not fit."""
+
+    describes: ClassVar[str]
+    model: nn.Module
+    layout: Layout
+
+    @classmethod
+    @abstractmethod
+    def accepts(cls, model: nn.Module) -> bool: ...
+
+    @abstractmethod
+    def __init__(self, model: nn.Module) -> None: ...
+
+    @abstractmethod
+    def grid(self, images: Tensor) -> tuple[int, int]:
+        """(rows, columns) of patches for this batch."""
+
+    @abstractmethod
+    def embed(self, images: Tensor) -> Tensor:
+        """Images to (B, N, C) tokens with positions, as they enter the first block."""
+
+    @abstractmethod
+    def block(self, i: int, x: Tensor) -> Tensor:
+        """Block i as the model itself runs it."""
+
+    @abstractmethod
+    def open_attention(self, i: int, x: Tensor) -> Attention:
+        """Norm and projections of block i."""
+
+    @abstractmethod
+    def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
+        """Output projection, scaling and residual: x + attention, from the mixed values (B, heads, N, d)."""
+
+    @abstractmethod
+    def mlp(self, i: int, x: Tensor) -> Tensor:
+        """x + MLP of block i."""
+
+    @abstractmethod
+    def norm(self, x: Tensor) -> Tensor:
+        """The norm after the last block."""
+
+    @abstractmethod
+    def head(self, tokens: Tokens, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Pool normed tokens and classify, weighting by size where the head averages."""
+
+    @abstractmethod
+    def block_macs(self, i: int) -> BlockMacs: ...
+
+    @abstractmethod
+    def head_macs(self) -> tuple[float, float]:
+        """MACs of the head: fixed, and per token where it looks at every token."""

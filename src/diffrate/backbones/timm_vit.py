@@ -1,0 +1,175 @@
+"""timm's VisionTransformer with standard blocks: ViT, DeiT, DeiT-III, DINOv2, CLIP and SigLIP towers, MAE."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+from timm.layers import AttentionPoolLatent, PatchDropout
+from timm.layers import Attention as TimmAttention
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
+from torch import Tensor, nn
+
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout
+from diffrate.errors import UnsupportedModelError
+from diffrate.tokens import Tokens
+
+BLOCK_PARTS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
+ATTENTION_PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"}
+POOLS = ("", "token", "avg", "avgmax", "max", "map")
+
+
+class TimmViT(Backbone):
+    describes: ClassVar[str] = "timm's VisionTransformer models with standard blocks"
+    model: VisionTransformer
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        return isinstance(model, VisionTransformer)
+
+    def __init__(self, model: nn.Module) -> None:
+        assert isinstance(model, VisionTransformer)
+        self.model = model
+        self._refuse_what_does_not_fit()
+        prefix = model.num_prefix_tokens
+        height, width = model.patch_embed.img_size
+        self.layout = Layout(
+            depth=len(model.blocks),
+            dim=model.embed_dim,
+            tokens=model.patch_embed.num_patches + prefix,
+            prefix=prefix,
+            class_token=model.cls_token is not None,
+            mean_pooled=model.global_pool != "token",
+            img_size=(height, width),
+            in_chans=_input_channels(model.patch_embed),
+            dynamic=model.dynamic_img_size,
+        )
+
+    def _refuse_what_does_not_fit(self) -> None:
+        model = self.model
+        if type(model) not in (VisionTransformer, VisionTransformerDistilled):
+            self._refuse(f"{type(model).__name__} changes the forward pass of VisionTransformer in its own way")
+        if isinstance(model.patch_drop, PatchDropout) and model.patch_drop.prob > 0:
+            self._refuse("patch dropout changes the number of tokens; build it with patch_drop_rate=0")
+        if model.patch_embed.img_size is None:
+            self._refuse("it has no input size of its own; build it with img_size")
+        if model.global_pool not in POOLS:
+            self._refuse(f"its {model.global_pool!r} pooling mixes all tokens in a way that sizes cannot enter")
+        if model.attn_pool is not None:
+            accepts_mask = "attn_mask" in inspect.signature(model.attn_pool.forward).parameters
+            if type(model.attn_pool) is not AttentionPoolLatent or not accepts_mask:
+                self._refuse(f"its pooling head {type(model.attn_pool).__name__} cannot weigh tokens by size")
+            if model.attn_pool.pos_embed is not None:
+                self._refuse("its pooling head adds positions to tokens, which merged tokens do not have")
+        for i, block in enumerate(model.blocks):
+            if type(block) not in (Block, ResPostBlock):
+                self._refuse(
+                    f"block {i} is a {type(block).__name__}; tokens are removed between attention and MLP, "
+                    "which needs blocks that run one after the other"
+                )
+            if type(block.attn) is not TimmAttention:
+                self._refuse(f"the attention of block {i} is a {type(block.attn).__name__}, not timm's Attention")
+            unknown = (set(dict(block.named_children())) - BLOCK_PARTS) | (
+                set(dict(block.attn.named_children())) - ATTENTION_PARTS
+            )
+            if unknown:
+                self._refuse(f"block {i} has parts that are not known here: {', '.join(sorted(unknown))}")
+
+    def _refuse(self, reason: str) -> None:
+        name = (getattr(self.model, "pretrained_cfg", None) or {}).get("architecture") or type(self.model).__name__
+        raise UnsupportedModelError(f"{name} cannot be compressed: {reason}")
+
+    def grid(self, images: Tensor) -> tuple[int, int]:
+        embed = self.model.patch_embed
+        if self.layout.dynamic:
+            rows, columns = embed.dynamic_feat_size((images.shape[-2], images.shape[-1]))
+        else:
+            rows, columns = embed.grid_size
+        return rows, columns
+
+    def embed(self, images: Tensor) -> Tensor:
+        model = self.model
+        return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+
+    def block(self, i: int, x: Tensor) -> Tensor:
+        return self.model.blocks[i](x)
+
+    def open_attention(self, i: int, x: Tensor) -> Attention:
+        block = self.model.blocks[i]
+        attn = block.attn
+        normed = block.norm1(x) if type(block) is Block else x
+        b, n, _ = normed.shape
+        qkv = attn.qkv(normed).reshape(b, n, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # each (B, heads, N, d)
+        q, k = attn.q_norm(q), attn.k_norm(k)
+        return Attention(q.to(v.dtype), k.to(v.dtype), v, attn.scale, attn.attn_drop.p if attn.training else 0.0)
+
+    def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
+        block = self.model.blocks[i]
+        attn = block.attn
+        y = mixed.transpose(1, 2).flatten(2)  # (B, N, heads * d)
+        if hasattr(attn, "norm"):
+            y = attn.norm(y)
+        if getattr(attn, "gate", None) is not None:
+            y = y * attn.gate(block.norm1(x) if type(block) is Block else x).sigmoid()
+        y = attn.proj_drop(attn.proj(y))
+        if type(block) is Block:
+            return x + block.drop_path1(block.ls1(y))
+        return x + block.drop_path1(block.norm1(y))
+
+    def mlp(self, i: int, x: Tensor) -> Tensor:
+        block = self.model.blocks[i]
+        if type(block) is Block:
+            return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+        return x + block.drop_path2(block.norm2(block.mlp(x)))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self.model.norm(x)
+
+    def head(self, tokens: Tokens, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        model = self.model
+        if tokens.size is None or not self.layout.mean_pooled or model.global_pool == "":
+            return model.forward_head(tokens.x, pre_logits=pre_logits)
+        pooled = model.head_drop(model.fc_norm(self._pool(tokens.x, tokens.size)))
+        return pooled if pre_logits else model.head(pooled)
+
+    def _pool(self, x: Tensor, size: Tensor) -> Tensor:
+        """timm's pooling with each image token counted as often as the patches it stands for."""
+        model = self.model
+        if not model.pool_include_prefix:
+            x, size = x[:, self.layout.prefix :], size[:, self.layout.prefix :]
+        if model.attn_pool is not None:
+            return model.attn_pool(x, attn_mask=size.log()[:, None, None].to(x.dtype))
+        share = (size / size.sum(dim=1, keepdim=True)).unsqueeze(-1).to(x.dtype)
+        if model.global_pool == "avg":
+            return (x * share).sum(dim=1)
+        if model.global_pool == "max":
+            return x.amax(dim=1)
+        return 0.5 * ((x * share).sum(dim=1) + x.amax(dim=1))  # avgmax
+
+    def block_macs(self, i: int) -> BlockMacs:
+        block = self.model.blocks[i]
+        attn = block.attn
+        width = attn.num_heads * attn.head_dim
+        return BlockMacs(_linear_macs(attn), 2 * width, _linear_macs(block.mlp))
+
+    def head_macs(self) -> tuple[float, float]:
+        model = self.model
+        fixed = sum(_linear_macs(getattr(model, name)) for name in ("head", "head_dist") if hasattr(model, name))
+        if model.attn_pool is None:
+            return fixed, 0.0
+        pool = model.attn_pool
+        per_token = _linear_macs(pool.kv) + 2 * pool.latent_len * pool.num_heads * pool.head_dim
+        fixed += pool.latent_len * sum(_linear_macs(m) for m in (pool.q, pool.proj, pool.mlp) if m is not None)
+        return fixed, per_token
+
+
+def _linear_macs(module: nn.Module) -> float:
+    """MACs per token of every linear layer inside a module."""
+    return float(sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear)))
+
+
+def _input_channels(patch_embed: nn.Module) -> int:
+    first: Any = next(m for m in patch_embed.modules() if isinstance(m, nn.Conv2d | nn.Linear))
+    return int(first.in_channels) if isinstance(first, nn.Conv2d) else 3

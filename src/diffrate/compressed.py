@@ -1,0 +1,264 @@
+"""The walk: embed, then (attend, rank, prune, merge, MLP) block by block, then the head. And the way back.
+
+`compress` wraps a model without touching it: the weights are shared, nothing is patched, and `.original` is the model
+as it came. All that changes from block to block travels in one Tokens object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from diffrate import ranking
+from diffrate.backbones import Backbone, Layout, backbone_of
+from diffrate.backbones.base import Attention
+from diffrate.operator import Operator
+from diffrate.reduction import reduce_tokens, restore
+from diffrate.schedule import Schedule, ScheduleError
+from diffrate.tokens import Tokens, start
+
+
+def compress(
+    model: nn.Module,
+    schedule: Schedule | None = None,
+    *,
+    importance: str | None = None,
+    operation: str | None = None,
+    proportional: bool | None = None,
+    mean: str | None = None,
+    seed: int | None = None,
+) -> CompressedModel:
+    """A drop-in faster model: same call, same outputs, weights shared with `model`, which is left as it is.
+
+    schedule  how many tokens each block keeps; None removes nothing.
+    The other arguments change the operator that the schedule records (see diffrate.Operator).
+    """
+    if isinstance(model, CompressedModel):
+        model = model.original
+    layout = backbone_of(model).layout
+    if schedule is None:
+        schedule = Schedule.identity(layout.depth, layout.tokens, layout.prefix)
+    operator = schedule.operator.changed(
+        importance=importance, operation=operation, proportional=proportional, mean=mean, seed=seed
+    )
+    return CompressedModel(model, schedule, operator)
+
+
+class CompressedModel(nn.Module):
+    """A model that runs under a schedule. Its state_dict has the original's keys, so checkpoints are ordinary ones."""
+
+    def __init__(self, original: nn.Module, schedule: Schedule, operator: Operator) -> None:
+        super().__init__()
+        self.original = original
+        self.backbone = backbone_of(original)
+        self.operator = checked_operator(operator, self.backbone.layout)
+        self.schedule = checked(schedule, self.backbone.layout)
+        self.train(original.training)
+        self.register_load_state_dict_pre_hook(_to_inner_keys)
+        self.register_state_dict_post_hook(_to_original_keys)
+
+    # --- what a timm model offers ---------------------------------------------------------------------------------
+
+    def forward(self, images: Tensor, return_tokens: bool = False) -> Any:
+        """Logits; with return_tokens also the final Tokens: features, sizes and the patch map."""
+        tokens = self.forward_tokens(images, patches=return_tokens)
+        logits = self.backbone.head(tokens)
+        return (logits, tokens) if return_tokens else logits
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """(B, N', C) tokens after the last norm."""
+        tokens = self.forward_tokens(images)
+        if tokens.size is not None and self.backbone.layout.mean_pooled and not torch.compiler.is_compiling():
+            tokens.x.token_size = tokens.size  # type: ignore[attr-defined]  # forward_head weighs by it
+        return tokens.x
+
+    def forward_head(self, features: Tensor, pre_logits: bool = False, size: Tensor | None = None) -> Any:
+        """Pool and classify what forward_features returned.
+
+        Heads that average tokens need their sizes: they come with the tensor that forward_features returns, or as
+        `size` (from forward_tokens) where that tensor was transformed in between.
+        """
+        layout = self.backbone.layout
+        size = getattr(features, "token_size", None) if size is None else size
+        if size is None and layout.mean_pooled and not self._removes_nothing(features.shape[1]):
+            raise ScheduleError(
+                "this head averages tokens and needs their sizes: pass forward_head(tokens.x, size=tokens.size) "
+                "with tokens = forward_tokens(images)"
+            )
+        return self.backbone.head(Tokens(features, layout.prefix, size), pre_logits=pre_logits)
+
+    def forward_intermediates(
+        self,
+        images: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """timm's interface to inner features: grids are restored, so shapes are those of the original model."""
+        chosen, _ = feature_take_indices(self.backbone.layout.depth, indices)
+        final, collected = self._walk(images, track=True, collect=set(chosen))
+        rows, columns = self.backbone.grid(images)
+        intermediates: list[Any] = []
+        for tokens in collected:
+            assert tokens.patches is not None
+            x = self.backbone.norm(tokens.x) if norm else tokens.x
+            grid = restore(x, tokens.patches)
+            if output_fmt == "NCHW":
+                grid = grid.transpose(1, 2).unflatten(2, (rows, columns)).contiguous()
+            prefix = x[:, : tokens.prefix]
+            intermediates.append((grid, prefix) if return_prefix_tokens and tokens.prefix else grid)
+        return intermediates if intermediates_only else (self.backbone.norm(final.x), intermediates)
+
+    def get_intermediate_layers(
+        self,
+        images: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> Any:
+        """DINO's interface to inner features, as in timm."""
+        return self.forward_intermediates(
+            images,
+            n,
+            return_prefix_tokens=return_prefix_tokens,
+            norm=norm,
+            output_fmt="NCHW" if reshape else "NLC",
+            intermediates_only=True,
+        )
+
+    @property
+    def pretrained_cfg(self) -> Any:
+        return getattr(self.original, "pretrained_cfg", {})
+
+    @property
+    def default_cfg(self) -> Any:
+        return self.pretrained_cfg
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.original.num_classes)  # type: ignore[arg-type]
+
+    @property
+    def num_features(self) -> int:
+        return int(self.original.num_features)  # type: ignore[arg-type]
+
+    # --- what a compressed model adds -----------------------------------------------------------------------------
+
+    def forward_tokens(self, images: Tensor, patches: bool = False) -> Tokens:
+        """The tokens after the last norm, with their sizes and, on request, the map from patch to token."""
+        tokens, _ = self._walk(images, track=patches)
+        return tokens.with_features(self.backbone.norm(tokens.x))
+
+    def trace(self, images: Tensor) -> list[Tokens]:
+        """The tokens as they leave each block, with patch maps: which patch went where, block by block."""
+        return self._walk(images, track=True, collect=range(self.backbone.layout.depth))[1]
+
+    def _walk(self, images: Tensor, track: bool, collect: Collection[int] = ()) -> tuple[Tokens, list[Tokens]]:
+        tokens = start(self.backbone.embed(images), self.backbone.layout.prefix, track)
+        schedule = self._schedule_for(tokens.count)
+        collected = []
+        for i in range(schedule.depth):
+            tokens = run_block(self.backbone, i, tokens, schedule.prune[i], schedule.merge[i], self.operator)
+            if i in collect:
+                collected.append(tokens)
+        return tokens, collected
+
+    def _schedule_for(self, tokens: int) -> Schedule:
+        """The effective schedule for this input, in proportion where a dynamic model gets another image size."""
+        if tokens != self.schedule.tokens and not self.backbone.layout.dynamic:
+            raise ScheduleError(f"the schedule is for {self.schedule.tokens} tokens and this input gives {tokens}")
+        return self.schedule.resized(tokens).effective
+
+    def _removes_nothing(self, tokens: int) -> bool:
+        return self.schedule.removes_nothing or tokens == self.schedule.tokens
+
+    def extra_repr(self) -> str:
+        kept = " ".join(map(str, self.schedule.effective.merge))
+        return f"kept tokens: {kept}\noperator: {self.operator}"
+
+
+def run_block(backbone: Backbone, i: int, tokens: Tokens, prune: int, merge: int, operator: Operator) -> Tokens:
+    """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
+    removes = merge < tokens.count
+    bias = tokens.key_bias() if operator.proportional else None
+    if not removes and bias is None:
+        return tokens.with_features(backbone.block(i, tokens.x))
+    attention = backbone.open_attention(i, tokens.x)
+    tokens = tokens.with_features(backbone.close_attention(i, tokens.x, mix(attention, bias)))
+    if removes:
+        importance = importance_of(attention, bias, tokens, i, operator)
+        tokens = reduce_tokens(tokens, importance, prune, merge, operator)
+    return tokens.with_features(backbone.mlp(i, tokens.x))
+
+
+def mix(attention: Attention, key_bias: Tensor | None) -> Tensor:
+    """(B, heads, N, d) values mixed by attention, with the key bias added to the logits of every query."""
+    q, k, v, scale, dropout = attention
+    mask = None if key_bias is None else key_bias[:, None, None].to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+
+
+def importance_of(attention: Attention, bias: Tensor | None, tokens: Tokens, block: int, operator: Operator) -> Tensor:
+    """(B, N - prefix) scores by the operator's metric."""
+    q, k, v, scale, _ = attention
+    match operator.importance:
+        case "class-attention":
+            return ranking.class_attention(q, k, scale, bias, tokens.prefix)
+        case "class-attention-value":
+            return ranking.class_attention_value(q, k, v, scale, bias, tokens.prefix)
+        case "image-attention":
+            return ranking.image_attention(q, k, scale, bias, tokens.prefix)
+        case _:
+            return ranking.random_importance(tokens.x, tokens.prefix, block, operator.seed)
+
+
+def checked(schedule: Schedule, layout: Layout) -> Schedule:
+    """The schedule, if it fits the model; a ScheduleError that says what does not."""
+    if schedule.depth != layout.depth:
+        raise ScheduleError(f"the schedule has {schedule.depth} blocks and the model has {layout.depth}")
+    if schedule.tokens != layout.tokens:
+        raise ScheduleError(
+            f"the schedule starts from {schedule.tokens} tokens and the model has {layout.tokens} at "
+            f"{layout.img_size[0]}x{layout.img_size[1]} pixels; schedule.resized({layout.tokens}) keeps its proportions"
+        )
+    running = schedule.effective
+    if min(running.merge) < max(layout.prefix, 1):
+        raise ScheduleError(
+            f"the schedule keeps as few as {min(running.merge)} tokens, but the model's {layout.prefix} prefix tokens "
+            "are never removed"
+        )
+    return schedule
+
+
+def checked_operator(operator: Operator, layout: Layout) -> Operator:
+    """The operator with "auto" resolved for this model."""
+    if operator.importance == "auto":
+        return operator.changed(importance="class-attention" if layout.class_token else "image-attention")
+    if operator.importance.startswith("class-") and not layout.class_token:
+        raise ScheduleError(
+            f"importance {operator.importance!r} needs a class token, which this model does not have; "
+            "use image-attention"
+        )
+    return operator
+
+
+def _to_original_keys(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """state_dict hook: drop the `original.` level, so that the keys are those of the wrapped model."""
+    inner = prefix + "original."
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key.removeprefix(inner)] = state.pop(key)
+
+
+def _to_inner_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """load_state_dict hook: the inverse of _to_original_keys."""
+    inner = prefix + "original."
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+        state[inner + key.removeprefix(prefix)] = state.pop(key)

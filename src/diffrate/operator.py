@@ -1,0 +1,59 @@
+"""How a block removes the tokens that its schedule tells it to remove (paper 4.1 and its ablations)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from diffrate.errors import DiffRateError
+
+IMPORTANCES = ("auto", "class-attention", "image-attention", "class-attention-value", "random")
+OPERATIONS = ("prune-merge", "merge-prune", "prune", "merge")
+MEANS = ("plain", "size", "attention")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The choices inside one reduction step; the defaults are the paper's.
+
+    importance    what ranks the image tokens. "class-attention": the class token's attention row, mean over
+                  heads; "image-attention": the mean attention a token receives; "class-attention-value": the
+                  former times the norm of the token's value; "random": a fixed draw from `seed`;
+                  "auto": class attention where the model has a class token, image attention elsewhere.
+    operation     "prune-merge" is the paper's order; "merge-prune" the reverse; "prune" and "merge" remove all
+                  tokens in that one way, so that only the smaller count of each block matters.
+    proportional  add log(size) to the attention logits of tokens that stand for several patches.
+    mean          what a merged token becomes: the "plain" mean of its members, or one weighted by their "size"
+                  or by their importance ("attention").
+    seed          for the random importance.
+    """
+
+    importance: str = "auto"
+    operation: str = "prune-merge"
+    proportional: bool = True
+    mean: str = "plain"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("importance", IMPORTANCES), ("operation", OPERATIONS), ("mean", MEANS)):
+            value = getattr(self, field)
+            if value not in allowed:
+                raise DiffRateError(f"{field} must be one of {', '.join(allowed)}, not {value!r}")
+        if not isinstance(self.proportional, bool):
+            raise DiffRateError(f"proportional must be true or false, not {self.proportional!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {self.seed!r}")
+
+    def changed(self, **changes: Any) -> Operator:
+        """A copy with every change that is not None."""
+        return dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Operator:
+        if not isinstance(values, dict):
+            raise DiffRateError("the operator in a schedule file must be an object")
+        unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise DiffRateError(f"the operator in a schedule file has unknown fields: {', '.join(sorted(map(repr, unknown)))}")
+        return cls(**values)

@@ -1,0 +1,163 @@
+"""Every model name that timm builds as a VisionTransformer wraps and is right, or is refused with a reason."""
+
+import contextlib
+import functools
+
+import pytest
+import timm
+import torch
+from timm.models import vision_transformer
+from timm.models._registry import _model_to_module
+
+import diffrate
+from diffrate.backbones import backbone_of
+
+MODULES = ("vision_transformer", "deit", "vision_transformer_hybrid")
+NAMES = sorted(name for name in timm.list_models() if _model_to_module[name] in MODULES)
+# What is known to have no place between attention and MLP, or attention that is not plain: refused, by block type.
+REFUSED_BLOCKS = {"ParallelScalingBlock", "ParallelThingsBlock", "DiffParallelScalingBlock"}
+
+
+@contextlib.contextmanager
+def shrunk():
+    """Let timm's entry points build four narrow blocks on a 6x6 grid: same code paths in milliseconds."""
+    cls = vision_transformer.VisionTransformer
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def small(self, *args, **kwargs):
+        kwargs["depth"] = 4
+        if "embed_layer" not in kwargs:  # convolutional stems fix their own sizes
+            kwargs.update(embed_dim=32, num_heads=2, img_size=6 * kwargs.get("patch_size", 16))
+        init(self, *args, **kwargs)
+
+    cls.__init__ = small
+    try:
+        yield
+    finally:
+        cls.__init__ = init
+
+
+def build(name):
+    with shrunk():
+        model = timm.create_model(name, pretrained=False)
+    torch.manual_seed(0)
+    for parameter in model.parameters():  # zero-initialised heads and scales would hide a skipped layer
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def halved(model):
+    layout = backbone_of(model).layout
+    n, p = layout.tokens, layout.prefix
+    middle, late = p + (n - p) * 3 // 4, p + (n - p) // 2
+    return diffrate.Schedule((n, n, middle, late), (n, n, middle - 2, late), prefix=p)
+
+
+outcomes: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wraps_or_refuses(name):
+    model = build(name)
+    try:
+        whole = diffrate.compress(model)
+    except diffrate.UnsupportedModelError as error:
+        outcomes[name] = str(error)
+        kinds = {type(block).__name__ for block in getattr(model, "blocks", [])}
+        attentions = {type(getattr(block, "attn", None)).__name__ for block in getattr(model, "blocks", [])}
+        expected = kinds & REFUSED_BLOCKS or attentions - {"Attention"} or type(model).__name__ not in (
+            "VisionTransformer", "VisionTransformerDistilled") or model.global_pool == "prr"
+        assert expected, f"{name} is plain and must wrap: {error}"
+        return
+    layout = whole.backbone.layout
+    images = torch.randn(2, layout.in_chans, *layout.img_size)
+    schedule = halved(model)
+    with torch.no_grad():
+        assert torch.equal(whole(images), model(images))
+        logits, tokens = diffrate.compress(model, schedule)(images, return_tokens=True)
+        reference = slow_forward(model, images, schedule)
+    assert tokens.x.shape[1] == schedule.merge[-1]
+    torch.testing.assert_close(logits, reference, rtol=1e-3, atol=1e-4)
+    outcomes[name] = ""
+
+
+def slow_forward(model, images, schedule):
+    """Token compression spelled out image by image from the blocks' own forward, with hooks to read q and k."""
+    return torch.cat([slow_image(model, image[None], schedule) for image in images])
+
+
+def slow_image(model, image, schedule):
+    x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(image))))[0]
+    prefix = model.num_prefix_tokens
+    size = torch.ones(len(x))
+    for block, prune, merge in zip(model.blocks, schedule.prune, schedule.merge, strict=True):
+        # The block's own forward with its MLP silenced is x + attention, whatever norms and scales are inside.
+        seen = {}
+        hooks = [
+            block.attn.q_norm.register_forward_hook(lambda m, i, o, seen=seen: seen.update(q=o[0])),
+            block.attn.k_norm.register_forward_hook(lambda m, i, o, seen=seen: seen.update(k=o[0])),
+            block.mlp.register_forward_hook(lambda m, i, o: torch.zeros_like(o)),
+        ]
+        if isinstance(block, vision_transformer.ResPostBlock):
+            hooks.append(block.norm2.register_forward_hook(lambda m, i, o: torch.zeros_like(o)))
+        bias = size.log()[None, None, None].expand(1, 1, len(x), len(x))
+        attended = block(x[None], attn_mask=bias)[0]
+        for hook in hooks:
+            hook.remove()
+        q, k = seen["q"], seen["k"]  # (heads, N, d)
+        attention = (q @ k.transpose(1, 2) * block.attn.scale + bias[0]).softmax(-1).mean(0)
+        scores = attention[0] if model.cls_token is not None else attention.mean(0)
+        order = list(range(prefix)) + sorted(range(prefix, len(x)), key=lambda j: -scores[j].item())
+        kept = order[:merge]
+        members = {j: [j] for j in kept}
+        new_size = {j: size[j].clone() for j in kept}
+        for j in order[merge:prune]:
+            similar = torch.cosine_similarity(attended[j][None], attended[kept[prefix:]])
+            best = kept[prefix + int(similar.argmax())]
+            members[best].append(j)
+            new_size[best] += size[j] * similar.max()
+        x = torch.stack([attended[members[j]].mean(0) for j in kept])
+        size = torch.stack([new_size[j].clamp_min(1) for j in kept])
+        x = mlp_residual(block, x[None])[0]
+    return slow_head(model, model.norm(x), size)
+
+
+def mlp_residual(block, x):
+    hook = block.attn.register_forward_hook(lambda m, i, o: torch.zeros_like(o))
+    hooks = [hook]
+    if isinstance(block, vision_transformer.ResPostBlock):
+        hooks.append(block.norm1.register_forward_hook(lambda m, i, o: torch.zeros_like(o)))
+    out = block(x)
+    for h in hooks:
+        h.remove()
+    return out
+
+
+def slow_head(model, x, size):
+    if model.global_pool == "token":
+        return model.forward_head(x[None])
+    first = 0 if model.pool_include_prefix else model.num_prefix_tokens
+    tokens, weight = x[first:], size[first:]
+    if model.global_pool == "map":
+        pooled = model.attn_pool(tokens[None], attn_mask=weight.log()[None, None, None])
+    elif model.global_pool == "avg":
+        pooled = ((tokens * weight[:, None]).sum(0) / weight.sum())[None]
+    elif model.global_pool == "":
+        return model.forward_head(x[None])
+    else:
+        raise AssertionError(model.global_pool)
+    return model.head(model.fc_norm(pooled))
+
+
+def test_counts(capsys):
+    """Runs last in this file: prints how many names wrap and why the others do not."""
+    if len(outcomes) < len(NAMES):
+        pytest.skip("counts need the whole sweep in one process")
+    wrapped = [name for name, reason in outcomes.items() if not reason]
+    with capsys.disabled():
+        print(f"\ntimm VisionTransformer names: {len(outcomes)}, wrapped {len(wrapped)}, refused {len(outcomes) - len(wrapped)}")
+        for name, reason in outcomes.items():
+            if reason:
+                print(f"  {name}: {reason}")
+    assert len(wrapped) >= 0.9 * len(outcomes)
