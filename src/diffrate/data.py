@@ -1,0 +1,247 @@
+"""Images: the one place that reads them.
+
+timm finds the files, decodes and transforms them (folders, `hfds/…`, `wds/…`, `torch/…`). What this adds is that
+nothing goes wrong in silence: a split that does not exist, labels that do not belong to the model, and an image that
+cannot be read, which timm would replace by the next one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data import ImageDataset, create_dataset, create_loader, resolve_data_config
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from diffrate.errors import DiffRateError
+from diffrate.models import first_line, input_size
+
+EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
+
+
+class UnreadableImageError(DiffRateError):
+    """An image file that cannot be decoded."""
+
+    def __init__(self, message: str) -> None:
+        # A loader's worker process hands its error over as a printed traceback; our sentence is its last line.
+        super().__init__(
+            message.strip().rsplit("\n", 1)[-1].removeprefix(f"{__name__}.UnreadableImageError: ")
+        )
+
+
+class Images(Dataset[tuple[Any, int]]):
+    """A timm dataset that reads the image it was asked for or raises; `labels=False` gives -1 for every label."""
+
+    def __init__(self, dataset: ImageDataset, labels: bool = True) -> None:
+        self.reader = dataset.reader
+        self.mode = dataset.input_img_mode
+        self.labels = labels
+        self.class_of = class_indices(self.reader.class_to_idx) if labels else {}
+        self.transform: Callable[[Image.Image], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        try:
+            file, target = self.reader[index][:2]
+            with file, Image.open(file) as opened:
+                image = opened.convert(self.mode)
+        except Exception as error:  # a broken file raises whatever its decoder raises
+            name = self.reader.filename(index, absolute=True)
+            reason = (
+                "not a known image format"
+                if isinstance(error, Image.UnidentifiedImageError)
+                else first_line(error)
+            )
+            raise UnreadableImageError(f"cannot read the image {name}: {reason}") from None
+        label = self.class_of.get(target, target) if self.labels else -1
+        return (image if self.transform is None else self.transform(image)), label
+
+
+class WholeStream:
+    """A loader over a stream that raises when a pass gives fewer images than the dataset declares.
+
+    Stream readers log the samples that they cannot read and go on, so that their number is the only trace.
+    """
+
+    def __init__(self, loader: Any, declared: int) -> None:
+        self.loader = loader
+        self.declared = declared
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        seen = 0
+        for images, targets in self.loader:
+            seen += len(images)
+            yield images, targets
+        if seen < self.declared:
+            raise UnreadableImageError(
+                f"only {seen} of the {self.declared} images that the dataset declares could be read"
+            )
+
+
+def build_loader(
+    model: nn.Module,
+    data_dir: str | Path | None = None,
+    dataset: str = "",
+    split: str | None = None,
+    batch_size: int = 64,
+    workers: int = 2,
+    img_size: int | tuple[int, int] | None = None,
+    crop_pct: float | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    interpolation: str | None = None,
+    class_map: str | None = None,
+    labels: bool = True,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """An evaluation loader of (images, labels) on `device`, in a fixed order, with the model's own preprocessing.
+
+    Folders hold one folder a class. Names that are numbers of one width (`000` … `999`) are the class indices;
+    other names are numbered in sorted order. `labels=False` reads any folder of images, flat or nested.
+    """
+    if batch_size < 1 or workers < 0:
+        raise DiffRateError("batch size must be at least 1 and workers at least 0")
+    config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
+    images = build_dataset(
+        data_dir, dataset, split, class_map, labels, batch_size=batch_size, grey=config["input_size"][0] == 1
+    )
+    if labels:
+        _check_labels(images, model)
+    loader = create_loader(
+        images,
+        batch_size=batch_size,
+        num_workers=workers,
+        device=torch.device(device),
+        pin_memory=torch.device(device).type == "cuda",
+        persistent_workers=False,
+        **config,
+    )
+    if isinstance(images, IterableDataset):
+        return WholeStream(loader, getattr(images.reader, "num_samples", None) or 0)  # type: ignore[attr-defined]
+    return loader
+
+
+def preprocessing(
+    model: nn.Module,
+    img_size: int | tuple[int, int] | None = None,
+    crop_pct: float | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    interpolation: str | None = None,
+) -> dict[str, Any]:
+    """Image size, crop and normalisation: what is given, the rest as the model's weights were trained."""
+    for name, value in (("mean", mean), ("std", std)):
+        if value is not None and len(value) not in (1, 3):
+            raise DiffRateError(f"{name} takes one number or three, not {len(value)}")
+    if crop_pct is not None and not 0 < crop_pct <= 2:
+        raise DiffRateError(f"crop_pct is a fraction such as 0.9, not {crop_pct:g}")
+    size = (img_size, img_size) if isinstance(img_size, int) else img_size or input_size(model)
+    given = {"crop_pct": crop_pct, "mean": mean, "std": std, "interpolation": interpolation}
+    config: dict[str, Any] = resolve_data_config(
+        {"input_size": (_channels(model), *size), **given}, model=model
+    )
+    return config
+
+
+def build_dataset(
+    data_dir: str | Path | None,
+    dataset: str = "",
+    split: str | None = None,
+    class_map: str | None = None,
+    labels: bool = True,
+    *,
+    batch_size: int = 1,
+    grey: bool = False,
+) -> Any:
+    """The images behind timm's `--data-dir --dataset --split` flags."""
+    root = data_dir
+    if "/" not in dataset:
+        if data_dir is None:
+            raise DiffRateError("give --data-dir, the folder with the images")
+        root = find_folder(Path(data_dir), split)
+    try:
+        found = create_dataset(
+            dataset,
+            root=None if root is None else str(root),
+            split=split or "validation",
+            search_split=False,
+            class_map=class_map,  # type: ignore[arg-type]  # timm takes a file's name too
+            batch_size=batch_size,
+            input_img_mode="L" if grey else "RGB",
+        )
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # readers raise anything, from AssertionError to a missing package's
+        if "Found 0 images" in str(error):
+            raise DiffRateError(f"{root} holds no images") from error
+        raise DiffRateError(f"cannot open the dataset {dataset or root}: {first_line(error)}") from error
+    if not isinstance(found, ImageDataset):
+        return found
+    if labels and "" in found.reader.class_to_idx:
+        raise DiffRateError(
+            f"{root} has images outside of class folders: give each class a folder of its own"
+        )
+    return Images(found, labels)
+
+
+def find_folder(data_dir: Path, split: str | None) -> Path:
+    """The folder of a split: the one of that name, or without a name the validation split, if there is one."""
+    if not data_dir.exists():
+        raise DiffRateError(f"data folder {data_dir} does not exist")
+    if split is not None:
+        if not (data_dir / split).is_dir():
+            raise DiffRateError(f"data folder {data_dir} has no split '{split}'")
+        return data_dir / split
+    return next((data_dir / name for name in EVAL_SPLITS if (data_dir / name).is_dir()), data_dir)
+
+
+def class_indices(class_to_idx: Mapping[str, int]) -> dict[int, int]:
+    """The class index for each position of a class folder in sorted order, where the folders' names say one.
+
+    timm numbers the folders it finds, so that a subset of `000` … `999` would get the wrong labels.
+    """
+    names = list(class_to_idx)
+    numbers = all(isinstance(name, str) and name.isdecimal() for name in names)
+    if not numbers or len({len(name) for name in names}) != 1:
+        return {}
+    return {position: int(name) for name, position in class_to_idx.items()}
+
+
+def _check_labels(images: Any, model: nn.Module) -> None:
+    classes = int(getattr(model, "num_classes", 0))
+    if classes < 1:
+        raise DiffRateError("the model has no classifier, so it cannot be evaluated on labels")
+    class_to_idx = getattr(getattr(images, "reader", None), "class_to_idx", None) or {}
+    if not class_to_idx:
+        return
+    named = getattr(images, "class_of", {})
+    highest = max(named.values(), default=max(class_to_idx.values()))
+    if highest >= classes:
+        raise DiffRateError(
+            f"the data has {len(class_to_idx)} classes, the highest with index {highest}, "
+            f"but the model has only {classes}"
+        )
+    if not named and len(class_to_idx) < classes:
+        warnings.warn(
+            f"the data has {len(class_to_idx)} classes and the model {classes}: class folders are numbered in sorted "
+            "order, which is right only when no class before the last one is missing",
+            stacklevel=3,
+        )
+
+
+def _channels(model: nn.Module) -> int:
+    projection = getattr(getattr(model, "patch_embed", None), "proj", None)
+    if isinstance(projection, nn.Conv2d):
+        return projection.in_channels
+    return int(getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[0])

@@ -1,0 +1,93 @@
+"""Models by timm name, with weights from timm or from a checkpoint file.
+
+timm does the work; this turns what can go wrong on the way (an unknown name, a missing or foreign checkpoint)
+into one sentence each.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import load_checkpoint
+from torch import nn
+
+from diffrate.errors import DiffRateError
+
+
+def load_model(
+    model: str,
+    checkpoint: str | Path | None = None,
+    pretrained: bool = False,
+    num_classes: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """A timm model in eval mode; `checkpoint` (safetensors or torch weights) wins over `pretrained`."""
+    if checkpoint is not None and not Path(checkpoint).is_file():
+        raise DiffRateError(f"checkpoint {checkpoint} does not exist")
+    created = _create(
+        model, pretrained and checkpoint is None, num_classes, img_size, dict(model_kwargs or {})
+    )
+    if checkpoint is not None:
+        _load_weights(created, model, Path(checkpoint))
+    return created.eval()
+
+
+def input_size(model: nn.Module) -> tuple[int, int]:
+    """Height and width the model was built for, in pixels."""
+    # A model built with img_size=… keeps the default size in its pretrained_cfg, so its own embedding goes first.
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if size is None:
+        size = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[-2:]
+    return int(size[0]), int(size[1])
+
+
+def _create(
+    name: str,
+    pretrained: bool,
+    num_classes: int | None,
+    img_size: int | tuple[int, int] | None,
+    model_kwargs: dict[str, Any],
+) -> nn.Module:
+    if ":" not in name and not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('.')[0]}*")[:3]
+        hint = f"; near to it are {', '.join(near)}" if near else ""
+        raise DiffRateError(f"timm knows no model {name!r}{hint}")
+    try:
+        created: nn.Module = timm.create_model(
+            name, pretrained=pretrained, num_classes=num_classes, img_size=img_size, **model_kwargs
+        )
+    except (
+        Exception
+    ) as error:  # timm raises every kind of exception here: bad arguments, no network, no such tag
+        raise DiffRateError(f"timm could not build {name}: {first_line(error)}") from error
+    return created
+
+
+def _load_weights(model: nn.Module, name: str, checkpoint: Path) -> None:
+    # The family's own filter resizes position embeddings when the model was built for another image size.
+    family = sys.modules[type(model).__module__]
+    try:
+        load_checkpoint(model, str(checkpoint), filter_fn=getattr(family, "checkpoint_filter_fn", None))
+    except Exception as error:  # a corrupt file raises whatever its format's parser raises
+        raise DiffRateError(f"checkpoint {checkpoint} does not load into {name}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Torch lists every key that does not fit; the first ones say enough."""
+    text = " ".join(str(error).split())
+    _, found, keys = text.partition("Error(s) in loading state_dict for ")
+    return shorten(keys.partition(": ")[2] if found else text or type(error).__name__, 300)
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return shorten(lines[0], 300) if lines else type(error).__name__
+
+
+def shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
