@@ -1,0 +1,51 @@
+"""The `diffrate` command: its list of commands, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+
+import diffrate
+from diffrate.cli import demo, evaluation, schedules
+from diffrate.cli.output import note
+from diffrate.errors import DiffRateError
+
+app = typer.Typer(
+    name="diffrate",
+    help="Compress vision transformers by pruning and merging tokens, block by block.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("schedules")(schedules.schedules)
+app.command("macs")(schedules.macs)
+app.command("compress")(schedules.compress)
+app.command("eval")(evaluation.eval_command)
+app.command("demo")(demo.demo)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"diffrate {diffrate.__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user ends in one sentence and exit code 2."""
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except DiffRateError as error:
+        typer.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    note(str(message))

@@ -1,0 +1,162 @@
+"""Options that several commands share, under timm's names, and how their values are read."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+from diffrate import published
+from diffrate.cli.output import note
+from diffrate.devices import AMP_DTYPES
+from diffrate.errors import DiffRateError
+from diffrate.operator import IMPORTANCES, MEANS, OPERATIONS
+from diffrate.schedule import Schedule
+
+MODEL, DATA, SCHEDULE, RUN = "Model", "Data", "Schedule", "Run"
+PUBLISHED = "published:"
+
+
+def read_size(text: str) -> tuple[int, int]:
+    """`224`, or `224x320` for height x width."""
+    height, _, width = text.lower().partition("x")
+    try:
+        size = int(height), int(width or height)
+    except ValueError:
+        raise DiffRateError(
+            f"an image size is a number of pixels such as 224 or 224x320, not {text!r}"
+        ) from None
+    if min(size) < 1:
+        raise DiffRateError(f"an image size must be positive, not {text!r}")
+    return size
+
+
+def read_counts(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(count) for count in text.replace(",", " ").split())
+    except ValueError:
+        raise DiffRateError(f"--{name} takes one count a block, such as 197,180,160, not {text!r}") from None
+
+
+def read_kwargs(pairs: list[str] | None) -> dict[str, Any]:
+    """`key=value` pairs; values are Python literals where they look like one, else text."""
+    read: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise DiffRateError(f"--model-kwargs takes key=value, not {pair!r}")
+        try:
+            read[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            read[key] = value
+    return read
+
+
+def read_schedule(text: str, model: nn.Module, name: str) -> Schedule:
+    """A schedule file, or `published:GMACS` for the paper's schedule of that budget; says when it is borrowed."""
+    if not text.startswith(PUBLISHED):
+        schedule = Schedule.load(text)
+        if schedule.model is not None and schedule.model.split(".")[0] != name.split(".")[0]:
+            note(f"the schedule was made for {schedule.model}, not for {name}")
+        return schedule
+    try:
+        gmacs = float(text.removeprefix(PUBLISHED))
+    except ValueError:
+        raise DiffRateError(
+            f"a published schedule is named by its GMACs, such as published:0.8, not {text!r}"
+        ) from None
+    schedule, remark = published.for_model(model, name, gmacs)
+    if remark:
+        note(remark)
+    return schedule
+
+
+ModelName = Annotated[str, typer.Option("--model", help="timm model name.", rich_help_panel=MODEL)]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="Weights to load: safetensors, or a torch file of tensors.", rich_help_panel=MODEL),
+]
+Pretrained = Annotated[
+    bool, typer.Option("--pretrained", help="Download timm's weights.", rich_help_panel=MODEL)
+]
+NumClasses = Annotated[
+    int | None, typer.Option(help="Classes of the classifier.", min=1, rich_help_panel=MODEL)
+]
+ModelKwargs = Annotated[
+    list[str] | None,
+    typer.Option(help="key=value for timm.create_model; may be repeated.", rich_help_panel=MODEL),
+]
+ImgSize = Annotated[
+    str | None,
+    typer.Option(help="Image size in pixels: 224, or 224x320 (height x width).", rich_help_panel=MODEL),
+]
+
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder with one folder of images a class.", rich_help_panel=DATA)
+]
+DatasetName = Annotated[
+    str,
+    typer.Option(
+        "--dataset", help="timm dataset: empty for folders, or hfds/…, wds/…, torch/….", rich_help_panel=DATA
+    ),
+]
+Split = Annotated[
+    str | None, typer.Option(help="Subfolder, or split of the dataset, to read.", rich_help_panel=DATA)
+]
+ClassMap = Annotated[
+    str | None,
+    typer.Option(help="timm class map: a text file with one folder name a line.", rich_help_panel=DATA),
+]
+BatchSize = Annotated[int, typer.Option(help="Images per batch.", min=1, rich_help_panel=DATA)]
+Workers = Annotated[int, typer.Option(help="Processes that read images.", min=0, rich_help_panel=DATA)]
+CropPct = Annotated[
+    float | None, typer.Option(help="Centre crop, as a fraction of the resized image.", rich_help_panel=DATA)
+]
+Mean = Annotated[
+    tuple[float, float, float] | None, typer.Option(help="Mean of the normalisation.", rich_help_panel=DATA)
+]
+Std = Annotated[
+    tuple[float, float, float] | None,
+    typer.Option(help="Deviation of the normalisation.", rich_help_panel=DATA),
+]
+Interpolation = Annotated[
+    str | None, typer.Option(help="How images are resized: bicubic, bilinear, ….", rich_help_panel=DATA)
+]
+
+ScheduleText = Annotated[
+    str | None,
+    typer.Option("--schedule", help="A schedule file, or published:GMACS.", rich_help_panel=SCHEDULE),
+]
+Importance = Annotated[
+    str | None, typer.Option(help=f"What ranks tokens: {', '.join(IMPORTANCES)}.", rich_help_panel=SCHEDULE)
+]
+Operation = Annotated[
+    str | None,
+    typer.Option(help=f"How tokens are removed: {', '.join(OPERATIONS)}.", rich_help_panel=SCHEDULE),
+]
+Proportional = Annotated[
+    bool | None,
+    typer.Option(
+        "--proportional/--no-proportional",
+        help="Attend in proportion to token sizes.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
+MergeMean = Annotated[
+    str | None, typer.Option(help=f"What merged tokens become: {', '.join(MEANS)}.", rich_help_panel=SCHEDULE)
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of the random importance.", rich_help_panel=SCHEDULE)]
+
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, …; the GPU if there is one.", rich_help_panel=RUN)
+]
+Amp = Annotated[bool, typer.Option("--amp", help="Run in mixed precision.", rich_help_panel=RUN)]
+AmpDtype = Annotated[
+    str, typer.Option(help=f"Type for --amp: {' or '.join(AMP_DTYPES)}.", rich_help_panel=RUN)
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the results and their origin here.", rich_help_panel=RUN)
+]

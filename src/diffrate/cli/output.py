@@ -1,0 +1,55 @@
+"""What commands print, and the one way in which they write a results file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from diffrate.results import write_results
+from diffrate.schedule import Schedule
+
+
+def note(text: str) -> None:
+    """A remark beside the result: on stderr, so that stdout holds the result alone."""
+    typer.echo(f"Note: {text}", err=True)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table; the first column is text, the others are numbers."""
+    table = Table(box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    # Without a terminal rich would fold everything at 80 columns.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(table)
+
+
+def show_effective(schedule: Schedule) -> None:
+    """Say so when a schedule's counts rise from block to block, and what runs in its place."""
+    if schedule.is_monotone:
+        return
+    effective = schedule.effective
+    note(
+        "the schedule's counts rise from block to block; what runs is the effective schedule, their running minimum:"
+    )
+    typer.echo(f"  prune {counts(effective.prune)}\n  merge {counts(effective.merge)}", err=True)
+
+
+def counts(values: Iterable[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def save_json(path: Path | None, results: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Write the results of the running command where `--json` says, if it was given."""
+    if path is not None:
+        write_results(path, shlex.join(["diffrate", *sys.argv[1:]]), results, device)
