@@ -188,14 +188,26 @@ class CompressedModel(nn.Module):
 def run_block(backbone: Backbone, i: int, tokens: Tokens, prune: int, merge: int, operator: Operator) -> Tokens:
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
     removes = merge < tokens.count
-    bias = tokens.key_bias() if operator.proportional else None
-    if not removes and bias is None:
+    if not removes and (tokens.size is None or not operator.proportional):
         return tokens.with_features(backbone.block(i, tokens.x))
+    attended, importance = open_block(backbone, i, tokens, operator, rank=removes)
+    if importance is not None:
+        attended = reduce_tokens(attended, importance, prune, merge, operator)
+    return finish_block(backbone, i, attended)
+
+
+def open_block(
+    backbone: Backbone, i: int, tokens: Tokens, operator: Operator, rank: bool
+) -> tuple[Tokens, Tensor | None]:
+    """The first half of a block: tokens after the attention residual and, with `rank`, their importance."""
+    bias = tokens.key_bias() if operator.proportional else None
     attention = backbone.open_attention(i, tokens.x)
     tokens = tokens.with_features(backbone.close_attention(i, tokens.x, mix(attention, bias)))
-    if removes:
-        importance = importance_of(attention, bias, tokens, i, operator)
-        tokens = reduce_tokens(tokens, importance, prune, merge, operator)
+    return tokens, importance_of(attention, bias, tokens, i, operator) if rank else None
+
+
+def finish_block(backbone: Backbone, i: int, tokens: Tokens) -> Tokens:
+    """The second half of a block: the MLP on the tokens that are left."""
     return tokens.with_features(backbone.mlp(i, tokens.x))
 
 

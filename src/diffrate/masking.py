@@ -1,0 +1,167 @@
+"""The search-time forward: no token is dropped, masks travel with the tokens (paper eq. 8-10).
+
+A masked token is seen by nobody but itself, ranks behind every live token and takes no part in merging. For the same
+schedule this forward gives the logits of the dropping forward. Its gradient also reaches the masks of removed tokens:
+what the loss would do if they came back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffrate.backbones import Backbone
+from diffrate.operator import Operator
+from diffrate.proxy import Kept, hard_mask
+from diffrate.tokens import Tokens
+
+
+class MaskedAttention(torch.autograd.Function):
+    """softmax over live keys and the query itself (eq. 8-9), with a gradient for every key's mask, also at zero.
+
+    Stores no attention matrix: the backward pass computes it again from q, k and the log-sum of each row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float) -> Tensor:
+        logits = _logits(q, k, key_bias, scale)
+        logits = torch.where(_visible(mask), logits, float("-inf"))
+        log_sum = logits.logsumexp(dim=-1, keepdim=True)
+        out = (logits - log_sum).exp().to(v.dtype) @ v
+        ctx.save_for_backward(q, k, v, key_bias, mask, log_sum, out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, key_bias, mask, log_sum, out = ctx.saved_tensors
+        grad = grads[0].to(v.dtype)
+        delta = (grad.float() * out.float()).sum(dim=-1, keepdim=True)
+        # What each key would weigh if it were live; for live keys, what it weighs. Capped: a dead key's logit can
+        # lie far above the row's sum, and its gradient only has to be large.
+        weight = (_logits(q, k, key_bias, ctx.scale) - log_sum).clamp_max(20.0).exp()
+        sensitivity = weight * ((grad @ v.transpose(-2, -1)).float() - delta)
+        by_key = sensitivity.sum(dim=1)  # (B, N, N), heads summed
+        grad_mask = by_key.sum(dim=1) - by_key.diagonal(dim1=-2, dim2=-1)
+        visible = _visible(mask)
+        grad_logits = torch.where(visible, sensitivity, 0.0).to(v.dtype)
+        grad_v = torch.where(visible, weight, 0.0).to(v.dtype).transpose(-2, -1) @ grad
+        grad_q = (grad_logits @ k) * ctx.scale
+        grad_k = (grad_logits.transpose(-2, -1) @ q) * ctx.scale
+        grad_bias = grad_logits.float().sum(dim=(1, 2)) if ctx.needs_input_grad[3] else None
+        return grad_q, grad_k, grad_v, grad_bias, grad_mask.to(mask.dtype), None
+
+
+def _logits(q: Tensor, k: Tensor, key_bias: Tensor, scale: float) -> Tensor:
+    return (q @ k.transpose(-2, -1)).float() * scale + key_bias[:, None, None]
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """(B, 1, N, N): live keys for every query, and every query for itself."""
+    eye = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    return ((mask > 0.5)[:, None, :] | eye).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Tokens with masks: features (B, N, C), sizes (B, N) and mask (B, N), 1 for live tokens, with its gradient."""
+
+    x: Tensor
+    size: Tensor
+    mask: Tensor
+
+
+def masked_logits(
+    backbone: Backbone, images: Tensor, prune: Kept, merge: Kept, compressed: list[int], operator: Operator
+) -> Tensor:
+    """Logits of the whole model with the counts of two proxies, block `compressed[j]` taking their row j."""
+    prefix = backbone.layout.prefix
+    x = backbone.embed(images)
+    ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
+    tokens = Masked(x, ones, ones)
+    for i in range(backbone.layout.depth):
+        q, k, v, scale, _ = backbone.open_attention(i, tokens.x)
+        bias = tokens.size.log() if operator.proportional else torch.zeros_like(tokens.size)
+        mixed = MaskedAttention.apply(q, k, v, bias, tokens.mask, scale)
+        tokens = Masked(backbone.close_attention(i, tokens.x, mixed), tokens.size, tokens.mask)
+        if i in compressed:
+            with torch.no_grad():
+                importance = _importance(q, k, scale, bias, tokens.mask, operator)[:, prefix:]
+            tokens = reduce_masked(tokens, importance, prune, merge, compressed.index(i), prefix, operator)
+        tokens = Masked(backbone.mlp(i, tokens.x), tokens.size, tokens.mask)
+    x = backbone.norm(tokens.x)
+    logits = _masked_head(backbone, x, tokens)
+    return logits[0] if isinstance(logits, tuple) else logits
+
+
+def reduce_masked(
+    tokens: Masked, importance: Tensor, prune: Kept, merge: Kept, row: int, prefix: int, operator: Operator
+) -> Masked:
+    """Rank, prune and merge with masks: the twin of reduction.reduce_tokens."""
+    live = tokens.mask[:, prefix:]
+    with torch.no_grad():
+        score = importance.masked_fill(live < 0.5, -1.0)  # importances are probabilities: never negative
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    kept = hard_mask(merge, row, rank)
+    if operator.operation == "merge":
+        stays = live
+    elif operator.operation == "prune":
+        stays = live * kept
+    else:
+        stays = live * hard_mask(prune, row, rank)
+    left = stays * kept
+    x, size = tokens.x, tokens.size
+    if operator.operation != "prune":
+        joins = (stays > 0.5) & (left < 0.5)
+        x, size = _merge(x, size, importance, joins, left > 0.5, prefix, operator)
+    mask = torch.cat([tokens.mask[:, :prefix], left], dim=1)
+    return Masked(x, size, mask)
+
+
+def _merge(
+    x: Tensor, size: Tensor, importance: Tensor, joins: Tensor, target: Tensor, prefix: int, operator: Operator
+) -> tuple[Tensor, Tensor]:
+    """Average every joining token into the most similar target; joins and target are (B, N - prefix)."""
+    image, image_size = x[:, prefix:], size[:, prefix:]
+    with torch.no_grad():
+        unit = F.normalize(image.float(), dim=-1)
+        cosine = (unit @ unit.transpose(-2, -1)).masked_fill(~target[:, None, :], float("-inf"))
+        similarity, index = cosine.max(dim=-1)  # without any target: -inf, and nothing may join
+        joins = joins & similarity.isfinite()
+        index = torch.where(joins, index, torch.arange(index.shape[1], device=x.device))
+        similarity = torch.where(joins, similarity, 0.0)
+        weight = {"plain": torch.ones_like(image_size), "size": image_size, "attention": importance}[operator.mean]
+        weight = weight.clamp_min(torch.finfo(torch.float32).tiny)
+        total = torch.where(joins, 0.0, weight).scatter_add(1, index, torch.where(joins, weight, 0.0))
+        share = weight / total.gather(1, index)
+        grown = image_size.scatter_add(1, index, image_size * similarity).clamp_min(1.0)
+    parts = image * share.unsqueeze(-1).to(image.dtype)
+    # A joiner keeps its own features for itself: it is masked from here on, and its gradient asks what if not.
+    stayed = torch.where(joins.unsqueeze(-1), image, parts)
+    added = torch.where(joins.unsqueeze(-1), parts, torch.zeros_like(parts))
+    merged = stayed.scatter_add(1, index.unsqueeze(-1).expand_as(parts), added)
+    return torch.cat([x[:, :prefix], merged], dim=1), torch.cat([size[:, :prefix], grown], dim=1)
+
+
+def _importance(q: Tensor, k: Tensor, scale: float, bias: Tensor, mask: Tensor, operator: Operator) -> Tensor:
+    """(B, N) attention over live keys, mean over heads: the class token's, or the mean of all live queries."""
+    live = mask > 0.5
+    queries = q if operator.importance == "image-attention" else q[:, :, :1]
+    logits = (queries @ k.transpose(-2, -1)).float() * scale + bias[:, None, None]
+    attention = logits.masked_fill(~live[:, None, None], float("-inf")).softmax(dim=-1).mean(dim=1)
+    if operator.importance != "image-attention":
+        return attention.squeeze(1)
+    weight = live.float().unsqueeze(-1)
+    return (attention * weight).sum(dim=1) / weight.sum(dim=1)
+
+
+def _masked_head(backbone: Backbone, x: Tensor, tokens: Masked) -> Any:
+    if not backbone.layout.mean_pooled:
+        return backbone.head(Tokens(x, backbone.layout.prefix))
+    # A dead token weighs nothing; its mask still carries the gradient of what it would weigh.
+    return backbone.head(Tokens(x, backbone.layout.prefix, tokens.size * tokens.mask))

@@ -1,0 +1,112 @@
+"""Descent on the counts themselves: the optimiser of the fast recipe.
+
+Real-valued counts, always exactly on the budget. Each step measures the slopes on fresh images, takes a momentum step
+of about one token, falling by a cosine, and projects back. The answer is the average over the last steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diffrate.costs.macs import MacCost
+from diffrate.search.budget import Bounds, project
+
+
+@dataclass
+class Descent:
+    """State of one descent; every field is plain data, so that a run can be saved and resumed at any step."""
+
+    counts: Tensor
+    budget: float
+    cost: MacCost
+    bounds: Bounds
+    steps: int
+    first_step: float = 1.0
+    last_step: float = 0.1
+    momentum: float = 0.9
+    averaged: float = 0.4  # share of the steps, at the end, whose counts are averaged
+    relative: float = 0.0  # 0: every block moves in tokens; 1: in proportion to its count
+    done: int = 0
+    velocity: Tensor = field(default_factory=lambda: torch.zeros(0))
+    mean_square: float = 0.0
+    total: Tensor = field(default_factory=lambda: torch.zeros(0))
+    summed: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self.velocity):
+            self.velocity, self.total = torch.zeros_like(self.counts), torch.zeros_like(self.counts)
+
+    @property
+    def free(self) -> Tensor:
+        return self.bounds.most > self.bounds.least
+
+    def scale(self) -> Tensor:
+        """(L,) how far each block moves for the same slope."""
+        relative = self.counts / self.counts[self.free].mean()
+        return torch.where(self.free, relative.pow(self.relative), torch.full_like(self.counts, 1e-3))
+
+    def along_budget(self) -> Tensor:
+        """(L,) the direction in which counts move back onto the budget: by their cost, as `scale` weighs them."""
+        counts = self.counts.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.cost.gmacs(counts), counts)
+        step = slope / slope[self.free].mean() * self.scale()
+        return torch.where(self.free, step, torch.full_like(step, 1e-3))
+
+    def update(self, slopes: Tensor) -> None:
+        """One step down `slopes` (L,), the measured change of the loss per token in each block."""
+        progress = self.done / max(self.steps - 1, 1)
+        length = self.last_step + (self.first_step - self.last_step) * 0.5 * (1 + math.cos(math.pi * progress))
+        direction = self.scale() * torch.where(self.free, slopes, torch.zeros_like(slopes))
+        # Only what trades tokens between blocks counts: the share along the budget is undone by the projection.
+        normal = self.along_budget()
+        gradient = self.cost_gradient()
+        direction = direction - normal * (direction @ gradient) / (normal @ gradient)
+        self.velocity = self.momentum * self.velocity + (1 - self.momentum) * direction
+        self.mean_square = 0.95 * self.mean_square + 0.05 * float(direction[self.free].square().mean())
+        corrected = self.velocity / (1 - self.momentum ** (self.done + 1))
+        rms = math.sqrt(self.mean_square / (1 - 0.95 ** (self.done + 1))) + 1e-12
+        self.counts = project(self.counts - length * corrected / rms, self.budget, self.cost, self.bounds, normal)
+        self.done += 1
+        if self.done > (1 - self.averaged) * self.steps:
+            self.total = self.total + self.counts
+            self.summed += 1
+
+    def cost_gradient(self) -> Tensor:
+        counts = self.counts.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.cost.gmacs(counts), counts)
+        return torch.where(self.free, slope, torch.zeros_like(slope))
+
+    def answer(self) -> Tensor:
+        """The counts averaged over the last steps, on the budget."""
+        mean = self.total / self.summed if self.summed else self.counts
+        return project(mean, self.budget, self.cost, self.bounds, self.along_budget())
+
+
+def perturbed(kept: list[int], bounds: Bounds, share: float, up: list[bool]) -> list[int]:
+    """A count for each block a `share` of its tokens up or down from `kept`, within its neighbours where they allow.
+
+    A block level with both neighbours can only go down, and takes those after it along.
+    """
+    changed = []
+    for i, n in enumerate(kept):
+        least, most = int(bounds.least[i]), int(bounds.most[i])
+        change = max(2, round(share * n))
+        above = min(most, kept[i - 1] if i else n)
+        below = max(least, kept[i + 1] if i + 1 < len(kept) else least)
+        if least == most:
+            changed.append(n)
+            continue
+        higher, lower = min(n + change, above), max(n - change, below)
+        if up[i] and higher > n:
+            changed.append(higher)
+        elif lower < n and n - lower >= min(change, higher - n):
+            changed.append(lower)
+        elif higher > n:
+            changed.append(higher)
+        else:
+            changed.append(max(least, n - change))
+    return changed

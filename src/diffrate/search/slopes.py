@@ -1,0 +1,83 @@
+"""How much each block's count matters, measured: real forward passes with a few tokens more or fewer in one block.
+
+The straight-through gradient of the paper is biased where it counts (a revived token is taken to live to the end; a
+block above the running minimum gets none). A schedule has only a dozen numbers, so their slopes can be measured
+instead, at the price of about one backward pass: every variant shares the prefix of the walk before its block, and,
+because only one count differs, the sequence lengths from the block after it on, so variants join one growing batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffrate.backbones import Backbone
+from diffrate.compressed import finish_block, open_block
+from diffrate.operator import Operator
+from diffrate.reduction import reduce_tokens
+from diffrate.tokens import Tokens, start
+
+
+@dataclass
+class Branch:
+    """Variants of a schedule that hold equally many tokens now, stacked along the batch."""
+
+    tokens: Tokens
+    variants: list[int]  # which variant each chunk of the batch is: 0 the schedule itself, i the change in block i
+
+
+def variant_logits(
+    backbone: Backbone, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator
+) -> Tensor:
+    """(1 + L, B, classes) logits of the schedule `kept` and of each variant that keeps `changed[i]` in block i.
+
+    Where changed[i] == kept[i] there is nothing to run and the logits are those of the schedule itself.
+    """
+    depth, batch = len(kept), images.shape[0]
+    main = Branch(start(backbone.embed(images), backbone.layout.prefix, track=False), [0])
+    apart: list[Branch] = []  # variants whose sequence is still longer or shorter than the schedule's
+    for i in range(depth):
+        attended, importance = open_block(backbone, i, main.tokens, operator, rank=True)
+        fork = None
+        if changed[i] != kept[i]:
+            fork = Branch(_rows(attended, batch), [i + 1])
+            fork.tokens = _reduced(fork.tokens, importance[:batch], changed[i], operator)
+            fork.tokens = finish_block(backbone, i, fork.tokens)
+        main.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
+        waiting = [] if fork is None else [fork]
+        for branch in apart:
+            attended, importance = open_block(backbone, i, branch.tokens, operator, rank=True)
+            branch.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
+            if branch.tokens.count == main.tokens.count:
+                main = _joined(main, branch)
+            else:
+                waiting.append(branch)
+        apart = waiting
+    outcomes: dict[int, Tensor] = {}
+    for branch in [main, *apart]:
+        logits = backbone.head(branch.tokens.with_features(backbone.norm(branch.tokens.x)))
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        outcomes.update(zip(branch.variants, logits.split(batch), strict=True))
+    return torch.stack([outcomes.get(variant, outcomes[0]) for variant in range(depth + 1)])
+
+
+def _reduced(tokens: Tokens, importance: Tensor, keep: int, operator: Operator) -> Tokens:
+    keep = min(keep, tokens.count)
+    if keep == tokens.count:
+        return tokens
+    return reduce_tokens(tokens, importance, keep, keep, operator)
+
+
+def _rows(tokens: Tokens, batch: int) -> Tokens:
+    return Tokens(tokens.x[:batch], tokens.prefix, None if tokens.size is None else tokens.size[:batch])
+
+
+def _joined(a: Branch, b: Branch) -> Branch:
+    size = None
+    if a.tokens.size is not None or b.tokens.size is not None:
+        size = torch.cat([a.tokens.sizes(), b.tokens.sizes()])
+    tokens = Tokens(torch.cat([a.tokens.x, b.tokens.x]), a.tokens.prefix, size)
+    return Branch(tokens, a.variants + b.variants)
