@@ -1,0 +1,86 @@
+"""Training batches from a dataset that lives on the device whole.
+
+Random crops, mirroring and erasing work on a batch at once, without a loop over images or a wait for the host.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from diffrate.embedded import ImageDataset, normalise
+
+
+def is_resident(dataset: Dataset[Any]) -> TypeGuard[ImageDataset]:
+    """Whether the images can move to the device whole; a dataset's own transform needs them one by one."""
+    return isinstance(dataset, ImageDataset) and dataset.transform is None
+
+
+def in_order(dataset: Dataset[Any], batch_size: int) -> Iterable[Any]:
+    """The images as they are, in batches, for an evaluation."""
+    if not is_resident(dataset):
+        return DataLoader(dataset, batch_size)
+    batches = zip(dataset.images.split(batch_size), dataset.labels.split(batch_size), strict=True)
+    return ((normalise(images[:, None]), labels) for images, labels in batches)
+
+
+class ResidentLoader:
+    """Shuffled, augmented batches on the device; a drop-in for a DataLoader that drops the last, smaller batch."""
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        batch_size: int,
+        device: torch.device | str,
+        crop_padding: int = 0,
+        erasing: float = 0.0,
+        rand_augment: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.images, self.labels = dataset.images[:, None].to(device), dataset.labels.to(device)
+        self.batch_size, self.crop_padding, self.erasing = batch_size, crop_padding, erasing
+        self.rand_augment = v2.RandAugment(magnitude=rand_augment) if rand_augment else None
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self.images) // self.batch_size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.images), generator=self.generator, device=self.images.device)
+        for index in order[: len(self) * self.batch_size].view(len(self), -1):
+            images = crop_and_flip(self.images[index], self.crop_padding, self.generator)
+            images = normalise(self.rand_augment(images) if self.rand_augment else images)
+            yield erase(images, self.erasing, self.generator), self.labels[index]
+
+
+def crop_and_flip(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
+    """A random shift of up to `padding` pixels and a mirroring of every second image, as one gather."""
+    b, _, h, w = images.shape
+    device = images.device
+    shift = torch.randint(2 * padding + 1, (2, b, 1), generator=generator, device=device)
+    mirrored = torch.rand(b, 1, generator=generator, device=device) < 0.5
+    x = torch.arange(w, device=device)
+    rows = torch.arange(h, device=device) + shift[0]  # (B, H)
+    columns = torch.where(mirrored, w - 1 - x, x) + shift[1]  # (B, W)
+    padded = F.pad(images, (padding,) * 4).movedim(1, -1)  # (B, H + 2p, W + 2p, C)
+    chosen = padded[torch.arange(b, device=device)[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return chosen.movedim(-1, 1)
+
+
+def erase(images: Tensor, probability: float, generator: torch.Generator) -> Tensor:
+    """Random erasing as in timm (2 to 33 % of the area, sides up to 1 : 3, noise), for the whole batch at once."""
+    b, _, h, w = images.shape
+    u = torch.rand(5, b, 1, 1, 1, generator=generator, device=images.device)
+    area = h * w * (0.02 + (1 / 3 - 0.02) * u[0])
+    aspect = torch.exp((2 * u[1] - 1) * math.log(3))
+    high, wide = (area * aspect).sqrt().clamp(max=h), (area / aspect).sqrt().clamp(max=w)
+    y = torch.arange(h, device=images.device)[:, None] - (h - high) * u[2]  # (B, 1, H, 1), 0 at the top edge
+    x = torch.arange(w, device=images.device) - (w - wide) * u[3]  # (B, 1, 1, W)
+    inside = (y >= 0) & (y < high) & (x >= 0) & (x < wide) & (u[4] < probability)
+    noise = torch.randn(images.shape, generator=generator, device=images.device)
+    return torch.where(inside, noise, images)

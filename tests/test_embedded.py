@@ -1,0 +1,121 @@
+"""The embedded model and images."""
+
+import gzip
+
+import numpy as np
+import pytest
+import torch
+from timm.data import resolve_model_data_config
+
+from diffrate import embedded
+from diffrate.embedded.build import DEBIAN, HELD_OUT, balanced, read_fashion_mnist, read_idx, training_sets
+from diffrate.errors import DiffRateError
+from diffrate.train import accuracy
+
+needs_source = pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+
+
+@pytest.mark.parametrize("split", ["search", "test"])
+def test_splits_are_balanced(split: str) -> None:
+    images, labels = embedded.images(split)
+    count = embedded.SPLITS[split]
+    assert images.dtype == torch.uint8
+    assert images.shape == (count, 28, 28)
+    assert labels.bincount().tolist() == [count // 10] * 10
+    assert all(label == position % 10 for position, label in enumerate(labels.tolist()))
+
+
+def test_no_image_is_there_twice() -> None:
+    images = torch.cat([embedded.images(split)[0] for split in embedded.SPLITS])
+    assert len({image.numpy().tobytes() for image in images}) == 3_000
+
+
+def test_dataset_is_normalised() -> None:
+    search = embedded.dataset("search")
+    pixels = torch.stack([image for image, _ in search])
+    assert pixels.shape == (1_000, 1, 28, 28)
+    assert abs(pixels.mean()) < 0.02
+    assert abs(pixels.std() - 1) < 0.02
+    raw, labels = embedded.images("search")
+    image, label = search[7]
+    torch.testing.assert_close(image[0], (raw[7] / 255 - embedded.MEAN) / embedded.STD)
+    assert label == labels[7]
+    doubled, _ = embedded.dataset("search", transform=lambda image: 2 * image)[7]
+    assert torch.equal(doubled, 2 * image)
+
+
+def test_model_has_the_papers_token_count() -> None:
+    model = embedded.model(pretrained=False)
+    assert model.pos_embed.shape == (1, 197, 96)
+    assert len(model.blocks) == 12
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    config = resolve_model_data_config(model)
+    assert config["input_size"] == (1, 28, 28)
+    assert (config["mean"], config["std"]) == ((embedded.MEAN,), (embedded.STD,))
+
+
+@pytest.mark.skipif(not embedded.WEIGHTS.is_file(), reason="the weights are not shipped yet")
+def test_embedded_weights_are_accurate() -> None:
+    search = embedded.dataset("search")
+    model = embedded.model().eval()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    # 300 of the images that the model never trained on; one standard error is 1.5 points at 92.5 %
+    assert accuracy(model, embedded.ImageDataset(search.images[:300], search.labels[:300])) > 89
+
+
+def test_missing_weights_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(embedded, "WEIGHTS", tmp_path / "weights.safetensors")
+    with pytest.raises(DiffRateError, match="diffrate train"):
+        embedded.model()
+
+
+def test_unknown_split_is_named() -> None:
+    with pytest.raises(DiffRateError, match=r"'val'.*search, test"):
+        embedded.images("val")
+
+
+def test_dataset_refuses_floats_and_wrong_labels() -> None:
+    with pytest.raises(DiffRateError, match="uint8"):
+        embedded.ImageDataset(torch.zeros(3, 28, 28), torch.zeros(3))
+    with pytest.raises(DiffRateError, match="3 images"):
+        embedded.ImageDataset(torch.zeros(3, 28, 28, dtype=torch.uint8), torch.zeros(2))
+
+
+def test_a_smaller_choice_begins_a_larger_one() -> None:
+    labels = torch.arange(1000) % 10
+    small, large = balanced(labels, 50), balanced(labels, 200)
+    assert torch.equal(large[:50], small)
+    assert labels[large].bincount().tolist() == [20] * 10
+    assert large.unique().numel() == 200
+    with pytest.raises(DiffRateError, match="equally"):
+        balanced(labels, 55)
+    with pytest.raises(DiffRateError, match="equally"):
+        balanced(labels, 2000)
+
+
+def test_read_idx(tmp_path) -> None:
+    values = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+    data = b"\0\0\x08\x03" + np.array(values.shape, ">i4").tobytes() + values.tobytes()
+    path = tmp_path / "images.gz"
+    path.write_bytes(gzip.compress(data))
+    assert read_idx(path).tolist() == values.tolist()
+    for broken in (gzip.compress(data[:-1]), gzip.compress(b"\0\0"), gzip.compress(data)[:-9], b"no gzip"):
+        path.write_bytes(broken)
+        with pytest.raises(DiffRateError, match=r"images\.gz"):
+            read_idx(path)
+    with pytest.raises(DiffRateError, match="missing"):
+        read_idx(tmp_path / "none.gz")
+
+
+@needs_source
+@pytest.mark.slow
+def test_files_come_from_the_source_and_search_images_are_never_trained_on() -> None:
+    training, held_out, test = training_sets(DEBIAN)
+    images, labels = embedded.images("search")
+    assert torch.equal(held_out.images[:1_000], images)
+    assert torch.equal(held_out.labels[:1_000], labels)
+    assert (len(training), len(held_out), len(test)) == (60_000 - HELD_OUT, HELD_OUT, 10_000)
+    apart = {image.numpy().tobytes() for image in held_out.images}
+    assert not apart & {image.numpy().tobytes() for image in training.images}
+    chosen = balanced(read_fashion_mnist(DEBIAN, "test")[1], 2_000)
+    assert torch.equal(test.images[chosen], embedded.images("test")[0])
