@@ -15,7 +15,6 @@ from diffrate.errors import DiffRateError
 
 app = typer.Typer(
     name="diffrate",
-    help="Compress vision transformers by pruning and merging tokens, block by block.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,20 +27,26 @@ app.command("eval")(evaluation.eval_command)
 app.command("demo")(demo.demo)
 
 
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _show_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"diffrate {diffrate.__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Compress vision transformers by pruning and merging tokens, block by block."""
 
 
 def main() -> None:
     """Run the command line; a mistake of the user ends in one sentence and exit code 2."""
     warnings.showwarning = _show_warning
     try:
-        app()
+        app(prog_name="diffrate")
     except DiffRateError as error:
         typer.echo(f"Error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)

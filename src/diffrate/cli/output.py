@@ -22,15 +22,15 @@ def note(text: str) -> None:
     typer.echo(f"Note: {text}", err=True)
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table; the first column is text, the others are numbers."""
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], text: int = 1) -> None:
+    """A table whose first `text` columns are text and whose others are numbers."""
     table = Table(box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if i < text else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(str, row))
     # Without a terminal rich would fold everything at 80 columns.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = Console() if sys.stdout.isatty() else Console(width=1000)
     console.print(table)
 
 

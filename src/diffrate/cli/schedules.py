@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import diffrate
 from diffrate import published
 from diffrate.cli import options as o
-from diffrate.cli.output import counts, save_json, show_effective, show_table
+from diffrate.cli.output import counts, note, save_json, show_effective, show_table
 from diffrate.errors import DiffRateError
 from diffrate.models import input_size, load_model
 from diffrate.results import check_target
@@ -29,17 +29,14 @@ def schedules(
     check_target(json)
     table = published.table()
     if model is not None:
-        table = [row for row in table if any(_same_model(model, name) for name in row["models"])]
-        if not table:
-            raise DiffRateError(
-                f"no schedule is published for {model!r}; `diffrate schedules` lists those that are"
-            )
+        table = _published_for(model, table)
     show_table(
         ["model", "published:", "prune", "merge"],
         [
             [", ".join(row["models"]), f"{row['gmacs']:g}", counts(row["prune"]), counts(row["merge"])]
             for row in table
         ],
+        text=4,
     )
     save_json(json, {"schedules": table})
 
@@ -144,6 +141,20 @@ def _from_lists(prune: str | None, merge: str | None, prefix: int) -> Schedule:
     assert pruned is not None
     assert merged is not None
     return Schedule(pruned, merged, prefix, made={"by": "--prune and --merge counts given by hand"})
+
+
+def _published_for(model: str, table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a model, or those of the family whose shape it has."""
+    own = [row for row in table if any(_same_model(model, name) for name in row["models"])]
+    if own:
+        return own
+    family = published.SAME_SHAPE.get(model.split(".")[0])
+    if family is None:
+        raise DiffRateError(
+            f"no schedule is published for {model!r}; `diffrate schedules` lists those that are"
+        )
+    note(f"{model} has the shape of {family}, whose schedules it can borrow")
+    return [row for row in table if row["family"] == family]
 
 
 def _same_model(asked: str, name: str) -> bool:

@@ -1,0 +1,73 @@
+"""Fixtures that several test files share: tiny models, folders of images, and the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+from diffrate.cli.app import main
+
+TINY = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 32, "num_heads": 2, "num_classes": 3}
+TINY_FLAGS = [
+    "--model", "vit_tiny_patch16_224", "--num-classes", "3", "--img-size", "32",
+    "--model-kwargs", "patch_size=8", "--model-kwargs", "depth=4",
+    "--model-kwargs", "embed_dim=32", "--model-kwargs", "num_heads=2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tiny_vit() -> nn.Module:
+    """4 blocks, 17 tokens (one of them the class token), 3 classes."""
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", **TINY).eval()
+
+
+def write_image(path: Path, seed: int, size: tuple[int, int] = (32, 32)) -> Path:
+    """A PNG of noise (height, width): lossless, so that a test knows every pixel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels(seed, size)).save(path)
+    return path
+
+
+def pixels(seed: int, size: tuple[int, int] = (32, 32)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """`val/` with classes 000, 001 and 002 of four images each, numbered as seeds in that order."""
+    root = tmp_path / "images"
+    for i in range(12):
+        write_image(root / "val" / f"{i // 4:03d}" / f"{i:02d}.png", seed=i)
+    return root
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def diffrate_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Run the command line in this process, as `diffrate ARGUMENTS…` would."""
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["diffrate", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return Ran(int(ended.value.code or 0), captured.out, captured.err)
+
+    return run
