@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 from diffrate.cli.app import main
@@ -71,3 +73,36 @@ def diffrate_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         return Ran(int(ended.value.code or 0), captured.out, captured.err)
 
     return run
+
+
+def check_refused(ran: Ran, sentence: str) -> None:
+    """Exit code 2, one line on stderr that matches, nothing on stdout, no traceback."""
+    assert ran.code == 2, ran
+    errors = [line for line in ran.err.splitlines() if not line.startswith("Note: ")]
+    assert len(errors) == 1, ran.err
+    assert re.match("Error: .*" + sentence, errors[0]), ran.err
+    assert not ran.out
+    assert "Traceback" not in ran.err
+
+
+@pytest.fixture
+def checkpoint(tiny_vit: nn.Module, tmp_path: Path) -> Path:
+    save_file(tiny_vit.state_dict(), tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.fixture
+def eval_flags(checkpoint: Path, image_folder: Path) -> list[object]:
+    data = [
+        "--data-dir",
+        image_folder,
+        "--split",
+        "val",
+        "--batch-size",
+        5,
+        "--workers",
+        0,
+        "--device",
+        "cpu",
+    ]
+    return ["eval", *TINY_FLAGS, "--checkpoint", checkpoint, *data]
