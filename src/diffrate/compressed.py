@@ -31,6 +31,7 @@ def compress(
     operation: str | None = None,
     proportional: bool | None = None,
     mean: str | None = None,
+    choice: str | None = None,
     seed: int | None = None,
 ) -> CompressedModel:
     """A drop-in faster model: same call, same outputs, weights shared with `model`, which is left as it is.
@@ -44,7 +45,7 @@ def compress(
     if schedule is None:
         schedule = Schedule.identity(layout.depth, layout.tokens, layout.prefix)
     operator = schedule.operator.changed(
-        importance=importance, operation=operation, proportional=proportional, mean=mean, seed=seed
+        importance=importance, operation=operation, proportional=proportional, mean=mean, choice=choice, seed=seed
     )
     return CompressedModel(model, schedule, operator)
 

@@ -11,6 +11,8 @@ from diffrate.errors import DiffRateError
 IMPORTANCES = ("auto", "class-attention", "image-attention", "class-attention-value", "random")
 OPERATIONS = ("prune-merge", "merge-prune", "prune", "merge")
 MEANS = ("plain", "size", "attention")
+CHOICES = ("rank", "cost")
+_ALLOWED = {"importance": IMPORTANCES, "operation": OPERATIONS, "mean": MEANS, "choice": CHOICES}
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Operator:
     proportional  add log(size) to the attention logits of tokens that stand for several patches.
     mean          what a merged token becomes: the "plain" mean of its members, or one weighted by their "size"
                   or by their importance ("attention").
+    choice        which tokens are merged away. "rank": those of least importance, as in the paper; "cost": of
+                  twice as many, those that lose least, by importance x (1 - similarity to their target).
     seed          for the random importance.
     """
 
@@ -33,10 +37,11 @@ class Operator:
     operation: str = "prune-merge"
     proportional: bool = True
     mean: str = "plain"
+    choice: str = "rank"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field, allowed in (("importance", IMPORTANCES), ("operation", OPERATIONS), ("mean", MEANS)):
+        for field, allowed in _ALLOWED.items():
             value = getattr(self, field)
             if value not in allowed:
                 raise DiffRateError(f"{field} must be one of {', '.join(allowed)}, not {value!r}")

@@ -33,6 +33,9 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
         in_order = torch.arange(merged, device=order.device).expand(order.shape[0], -1)
         return keep_first(tokens, weight, in_order, merge)[0]
     tokens, weight = keep_first(tokens, weight, order, prune)
+    if operator.choice == "cost" and tokens.prefix < merge < prune:
+        ranked = importance.gather(1, order[:, tokens.prefix : prune] - tokens.prefix)
+        return merge_cheapest(tokens, weight, ranked, merge)[0]
     return merge_last(tokens, weight, merge)[0]
 
 
@@ -71,9 +74,7 @@ def keep_first(tokens: Tokens, weight: Tensor | None, order: Tensor, keep: int) 
 def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens, Tensor | None]:
     """Merge: each token from position `keep` on joins the most cosine-similar image token before it.
 
-    A target becomes the (weighted) mean of itself and what joined it; its size grows by size x similarity of each
-    joiner, and never falls below 1, so that its logarithm stays finite. Without any image token to join, the last
-    tokens are dropped.
+    Without any image token to join, the last tokens are dropped.
     """
     n, prefix = tokens.count, tokens.prefix
     if keep == n:
@@ -81,11 +82,40 @@ def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens
     if keep == prefix:
         order = torch.arange(n, device=tokens.x.device).expand(tokens.x.shape[0], -1)
         return keep_first(tokens, weight, order, keep)
-    x = tokens.x
-    similarity, target = most_similar(x[:, keep:], x[:, prefix:keep])
-    target = target + prefix  # (B, n - keep) positions in the sequence
+    similarity, target = most_similar(tokens.x[:, keep:], tokens.x[:, prefix:keep])
+    return join(tokens, weight, keep, similarity, target + prefix)
 
-    sizes = tokens.sizes()
+
+def merge_cheapest(
+    tokens: Tokens, weight: Tensor | None, importance: Tensor, keep: int
+) -> tuple[Tokens, Tensor | None]:
+    """Merge, of the last tokens, those that lose least: importance x (1 - cosine similarity to their target).
+
+    tokens are in order of importance (B, n - prefix). Twice as many of the last ones as must go are candidates, at
+    most half of all; each is matched with the tokens before the candidates.
+    """
+    n, prefix = tokens.count, tokens.prefix
+    leave = n - keep
+    candidates = min(max(leave, min(2 * leave, (n - prefix) // 2)), n - prefix - 1)
+    first = n - candidates
+    similarity, target = most_similar(tokens.x[:, first:], tokens.x[:, prefix:first])
+    loss = importance[:, first - prefix :] * (1 - similarity)
+    order = loss.argsort(dim=-1, descending=True, stable=True)
+    ahead = torch.arange(first, device=order.device).expand(order.shape[0], -1)
+    tokens, weight = keep_first(tokens, weight, torch.cat([ahead, order + first], dim=1), n)
+    joining = order[:, candidates - leave :]
+    return join(tokens, weight, keep, similarity.gather(1, joining), target.gather(1, joining) + prefix)
+
+
+def join(
+    tokens: Tokens, weight: Tensor | None, keep: int, similarity: Tensor, target: Tensor
+) -> tuple[Tokens, Tensor | None]:
+    """Each token from position `keep` on joins its `target` position (B, n - keep).
+
+    A target becomes the (weighted) mean of itself and what joined it; its size grows by size x similarity of each
+    joiner, and never falls below 1, so that its logarithm stays finite.
+    """
+    x, sizes = tokens.x, tokens.sizes()
     size = sizes[:, :keep].scatter_add(1, target, sizes[:, keep:] * similarity).clamp_min(1.0)
     w = torch.ones_like(sizes) if weight is None else weight
     total = w[:, :keep].scatter_add(1, target, w[:, keep:])
@@ -98,7 +128,7 @@ def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens
     if patches is not None:
         stay = torch.arange(keep, device=x.device).expand(x.shape[0], -1)
         patches = move_patches(patches, torch.cat([stay, target], dim=1))
-    return Tokens(merged, prefix, size, patches), None if weight is None else total
+    return Tokens(merged, tokens.prefix, size, patches), None if weight is None else total
 
 
 def most_similar(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
