@@ -13,7 +13,14 @@ from diffrate.proxy import DiscreteProxy, Kept, proxy_of
 
 def tiny(**changes):
     torch.manual_seed(0)
-    arguments = dict(img_size=32, patch_size=4, embed_dim=32, depth=4, num_heads=2, num_classes=7)
+    arguments = {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 4,
+        "num_heads": 2,
+        "num_classes": 7,
+    }
     model = timm.create_model("vit_tiny_patch16_224", **(arguments | changes)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -30,8 +37,13 @@ def certain(counts, patches):
 @pytest.mark.parametrize("operation", ["prune-merge", "merge", "prune"])
 @pytest.mark.parametrize("mean", ["plain", "size", "attention"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"reg_tokens": 2, "init_values": 0.5, "qk_norm": True}, {"global_pool": "avg"},
-                {"global_pool": "avg", "class_token": False}],
+    "changes",
+    [
+        {},
+        {"reg_tokens": 2, "init_values": 0.5, "qk_norm": True},
+        {"global_pool": "avg"},
+        {"global_pool": "avg", "class_token": False},
+    ],
     ids=["class", "registers", "mean-pooled", "no-class"],
 )
 def test_masked_forward_equals_dropping_forward(operation, mean, changes):
@@ -39,9 +51,9 @@ def test_masked_forward_equals_dropping_forward(operation, mean, changes):
     layout = backbone_of(model).layout
     prune, merge = [50, 40, 20], [48, 30, 9]
     if not layout.compresses_last_block:
-        prune, merge = prune[:2] + [30], merge[:2] + [30]
-    with_prefix = [64 + layout.prefix], [n + layout.prefix for n in prune], [n + layout.prefix for n in merge]
-    schedule = diffrate.Schedule(with_prefix[0] + with_prefix[1], with_prefix[0] + with_prefix[2], layout.prefix)
+        prune, merge = [*prune[:2], 30], [*merge[:2], 30]
+    pruned, merged = ([n + layout.prefix for n in (64, *counts)] for counts in (prune, merge))
+    schedule = diffrate.Schedule(pruned, merged, layout.prefix)
     images = torch.randn(3, 3, 32, 32)
     fast = diffrate.compress(model, schedule, operation=operation, mean=mean)
     with torch.no_grad():
@@ -93,9 +105,9 @@ def test_gradient_on_probabilities_is_equation_10():
 def test_masks_carry_gradients_for_dead_and_live_tokens():
     model = tiny()
     prune, merge = DiscreteProxy(3, 64, 1), DiscreteProxy(3, 64, 1)
-    logits = masked_logits(
-        backbone_of(model), torch.randn(2, 3, 32, 32), prune(), merge(), [1, 2, 3], Operator(importance="class-attention")
-    )
+    operator = Operator(importance="class-attention")
+    images = torch.randn(2, 3, 32, 32)
+    logits = masked_logits(backbone_of(model), images, prune(), merge(), [1, 2, 3], operator)
     logits.logsumexp(-1).sum().backward()
     assert merge.logits.grad.abs().sum() > 0
     # The paper's dead end: tokens under the prune boundary are merged in the same block (see the design notes).

@@ -27,7 +27,9 @@ class MaskedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float
+    ) -> Tensor:
         logits = _logits(q, k, key_bias, scale)
         logits = torch.where(_visible(mask), logits, float("-inf"))
         log_sum = logits.logsumexp(dim=-1, keepdim=True)
@@ -106,7 +108,8 @@ def reduce_masked(
     with torch.no_grad():
         score = importance.masked_fill(live < 0.5, -1.0)  # importances are probabilities: never negative
         order = score.argsort(dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+        places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(1, order, places)
     kept = hard_mask(merge, row, rank)
     if operator.operation == "merge":
         stays = live
@@ -124,7 +127,13 @@ def reduce_masked(
 
 
 def _merge(
-    x: Tensor, size: Tensor, importance: Tensor, joins: Tensor, target: Tensor, prefix: int, operator: Operator
+    x: Tensor,
+    size: Tensor,
+    importance: Tensor,
+    joins: Tensor,
+    target: Tensor,
+    prefix: int,
+    operator: Operator,
 ) -> tuple[Tensor, Tensor]:
     """Average every joining token into the most similar target; joins and target are (B, N - prefix)."""
     image, image_size = x[:, prefix:], size[:, prefix:]
@@ -135,8 +144,8 @@ def _merge(
         joins = joins & similarity.isfinite()
         index = torch.where(joins, index, torch.arange(index.shape[1], device=x.device))
         similarity = torch.where(joins, similarity, 0.0)
-        weight = {"plain": torch.ones_like(image_size), "size": image_size, "attention": importance}[operator.mean]
-        weight = weight.clamp_min(torch.finfo(torch.float32).tiny)
+        weights = {"plain": torch.ones_like(image_size), "size": image_size, "attention": importance}
+        weight = weights[operator.mean].clamp_min(torch.finfo(torch.float32).tiny)
         total = torch.where(joins, 0.0, weight).scatter_add(1, index, torch.where(joins, weight, 0.0))
         share = weight / total.gather(1, index)
         grown = image_size.scatter_add(1, index, image_size * similarity).clamp_min(1.0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Kept(NamedTuple):
     """count (L,): image tokens kept, a whole number with a gradient; keep (L, P): probability that rank r is kept."""
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     keep: Tensor
 
 

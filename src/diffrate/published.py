@@ -87,7 +87,8 @@ def by_name(model: str, gmacs: float) -> Schedule:
 def for_model(model: nn.Module, name: str, gmacs: float) -> tuple[Schedule, str | None]:
     """The schedule for a built model, by its name or, failing that, by its shape, and a note where it is borrowed."""
     layout = backbone_of(model).layout
-    same_shape = [f for f in FAMILIES if (f.depth, f.tokens, f.dim) == (layout.depth, layout.tokens, layout.dim)]
+    shape = (layout.depth, layout.tokens, layout.dim)
+    same_shape = [f for f in FAMILIES if (f.depth, f.tokens, f.dim) == shape]
     named = [f for f in same_shape if any(name == m or name.startswith(m + ".") for m in f.models)]
     pooled_alike = [f for f in same_shape if f.mean_pooled == layout.mean_pooled]
     families = named or pooled_alike or same_shape
@@ -100,7 +101,10 @@ def for_model(model: nn.Module, name: str, gmacs: float) -> tuple[Schedule, str 
     schedule = _schedule(families[0], gmacs, name)
     note = None
     if not named:
-        note = f"the schedule was published for {families[0].name} and is borrowed for {name}, a model of the same shape"
+        note = (
+            f"the schedule was published for {families[0].name} and is borrowed for {name}, "
+            "a model of the same shape"
+        )
         schedule = replace(schedule, made={**schedule.made, "note": note})
     return replace(schedule, cost={"gmacs": gmacs_of(model, schedule)}), note
 

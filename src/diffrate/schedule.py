@@ -60,7 +60,8 @@ class Schedule:
             raise ScheduleError(f"prefix must be a whole number of at least 0, not {self.prefix!r}")
         if self.prune[0] != self.merge[0]:
             raise ScheduleError(
-                f"the first block is never compressed, so its two counts must be equal: {self.prune[0]} and {self.merge[0]}"
+                "the first block is never compressed, so its two counts must be equal: "
+                f"{self.prune[0]} and {self.merge[0]}"
             )
         least = max(self.prefix, 1)
         for name, counts in (("prune", self.prune), ("merge", self.merge)):
@@ -118,7 +119,9 @@ class Schedule:
         least = max(self.prefix, 1)
 
         def scaled(counts: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(max(least, min(tokens, self.prefix + round((n - self.prefix) * scale))) for n in counts)
+            return tuple(
+                max(least, min(tokens, self.prefix + round((n - self.prefix) * scale))) for n in counts
+            )
 
         return replace(self, prune=scaled(self.prune), merge=scaled(self.merge), img_size=None, cost={})
 
@@ -142,7 +145,9 @@ class Schedule:
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ScheduleError(f'this is no schedule: it has no "format": "{FORMAT}"')
         if values.get("version") != VERSION:
-            raise ScheduleError(f"schedule version {values.get('version')!r} is not known here, only {VERSION}")
+            raise ScheduleError(
+                f"schedule version {values.get('version')!r} is not known here, only {VERSION}"
+            )
         known = {"model", "img_size", "prefix", "prune", "merge", "operator", "cost", "made"}
         missing = {"prune", "merge"} - set(values)
         unknown = set(values) - known - {"format", "version"}
@@ -212,12 +217,15 @@ def _counts(name: str, values: Iterable[int]) -> tuple[int, ...]:
         if isinstance(count, bool) or not isinstance(count, int):
             raise ScheduleError(f"{name}[{block}] must be a whole number, not {count!r:.40}")
         if not 1 <= count <= MOST_TOKENS:
-            raise ScheduleError(f"{name}[{block}] is {_short(count)}: a block keeps between 1 and {MOST_TOKENS} tokens")
+            raise ScheduleError(
+                f"{name}[{block}] is {_short(count)}: a block keeps between 1 and {MOST_TOKENS} tokens"
+            )
     return counts
 
 
 def _img_size(value: Any) -> tuple[int, int]:
-    if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(v) is int and v > 0 for v in value):
+    pair = isinstance(value, list | tuple) and len(value) == 2
+    if not pair or not all(type(v) is int and v > 0 for v in value):
         raise ScheduleError("img_size must be [height, width] in pixels")
     return value[0], value[1]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from timm.layers import AttentionPoolLatent, PatchDropout
 from timm.layers import Attention as TimmAttention
+from timm.layers import AttentionPoolLatent, PatchDropout
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
@@ -22,40 +22,43 @@ POOLS = ("", "token", "avg", "avgmax", "max", "map")
 
 class TimmViT(Backbone):
     describes: ClassVar[str] = "timm's VisionTransformer models with standard blocks"
-    model: VisionTransformer
+    model: Any  # a VisionTransformer: timm's modules carry no types of their own
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
         return isinstance(model, VisionTransformer)
 
     def __init__(self, model: nn.Module) -> None:
-        assert isinstance(model, VisionTransformer)
-        self.model = model
+        self.model = vit = cast(Any, model)
         self._refuse_what_does_not_fit()
-        prefix = model.num_prefix_tokens
-        height, width = model.patch_embed.img_size
+        prefix = vit.num_prefix_tokens
+        height, width = vit.patch_embed.img_size
         self.layout = Layout(
-            depth=len(model.blocks),
-            dim=model.embed_dim,
-            tokens=model.patch_embed.num_patches + prefix,
+            depth=len(vit.blocks),
+            dim=vit.embed_dim,
+            tokens=vit.patch_embed.num_patches + prefix,
             prefix=prefix,
-            class_token=model.cls_token is not None,
-            mean_pooled=model.global_pool != "token",
+            class_token=vit.cls_token is not None,
+            mean_pooled=vit.global_pool != "token",
             img_size=(height, width),
-            in_chans=_input_channels(model.patch_embed),
-            dynamic=model.dynamic_img_size,
+            in_chans=_input_channels(vit.patch_embed),
+            dynamic=vit.dynamic_img_size,
         )
 
     def _refuse_what_does_not_fit(self) -> None:
         model = self.model
         if type(model) not in (VisionTransformer, VisionTransformerDistilled):
-            self._refuse(f"{type(model).__name__} changes the forward pass of VisionTransformer in its own way")
+            self._refuse(
+                f"{type(model).__name__} changes the forward pass of VisionTransformer in its own way"
+            )
         if isinstance(model.patch_drop, PatchDropout) and model.patch_drop.prob > 0:
             self._refuse("patch dropout changes the number of tokens; build it with patch_drop_rate=0")
         if model.patch_embed.img_size is None:
             self._refuse("it has no input size of its own; build it with img_size")
         if model.global_pool not in POOLS:
-            self._refuse(f"its {model.global_pool!r} pooling mixes all tokens in a way that sizes cannot enter")
+            self._refuse(
+                f"its {model.global_pool!r} pooling mixes all tokens in a way that sizes cannot enter"
+            )
         if model.attn_pool is not None:
             accepts_mask = "attn_mask" in inspect.signature(model.attn_pool.forward).parameters
             if type(model.attn_pool) is not AttentionPoolLatent or not accepts_mask:
@@ -69,7 +72,9 @@ class TimmViT(Backbone):
                     "which needs blocks that run one after the other"
                 )
             if type(block.attn) is not TimmAttention:
-                self._refuse(f"the attention of block {i} is a {type(block.attn).__name__}, not timm's Attention")
+                self._refuse(
+                    f"the attention of block {i} is a {type(block.attn).__name__}, not timm's Attention"
+                )
             unknown = (set(dict(block.named_children())) - BLOCK_PARTS) | (
                 set(dict(block.attn.named_children())) - ATTENTION_PARTS
             )
@@ -77,7 +82,8 @@ class TimmViT(Backbone):
                 self._refuse(f"block {i} has parts that are not known here: {', '.join(sorted(unknown))}")
 
     def _refuse(self, reason: str) -> None:
-        name = (getattr(self.model, "pretrained_cfg", None) or {}).get("architecture") or type(self.model).__name__
+        config = getattr(self.model, "pretrained_cfg", None) or {}
+        name = config.get("architecture") or type(self.model).__name__
         raise UnsupportedModelError(f"{name} cannot be compressed: {reason}")
 
     def grid(self, images: Tensor) -> tuple[int, int]:
@@ -103,7 +109,8 @@ class TimmViT(Backbone):
         qkv = attn.qkv(normed).reshape(b, n, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # each (B, heads, N, d)
         q, k = attn.q_norm(q), attn.k_norm(k)
-        return Attention(q.to(v.dtype), k.to(v.dtype), v, attn.scale, attn.attn_drop.p if attn.training else 0.0)
+        dropout = attn.attn_drop.p if attn.training else 0.0
+        return Attention(q.to(v.dtype), k.to(v.dtype), v, attn.scale, dropout)
 
     def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
         block = self.model.blocks[i]
@@ -156,12 +163,14 @@ class TimmViT(Backbone):
 
     def head_macs(self) -> tuple[float, float]:
         model = self.model
-        fixed = sum(_linear_macs(getattr(model, name)) for name in ("head", "head_dist") if hasattr(model, name))
+        heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
+        fixed = sum(map(_linear_macs, heads))
         if model.attn_pool is None:
             return fixed, 0.0
         pool = model.attn_pool
         per_token = _linear_macs(pool.kv) + 2 * pool.latent_len * pool.num_heads * pool.head_dim
-        fixed += pool.latent_len * sum(_linear_macs(m) for m in (pool.q, pool.proj, pool.mlp) if m is not None)
+        per_latent = sum(_linear_macs(part) for part in (pool.q, pool.proj, pool.mlp) if part is not None)
+        fixed += pool.latent_len * per_latent
         return fixed, per_token
 
 
