@@ -1,0 +1,93 @@
+"""Baseline schedules: on the budget, in the shape of their method, and within what a model allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import diffrate
+from diffrate import embedded
+from diffrate.backbones import backbone_of
+from diffrate.baselines import constant_merging, random_schedule, stepwise_pruning
+from diffrate.errors import DiffRateError
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "embedded": lambda: embedded.model(pretrained=False),
+    "class token": lambda: timm.create_model("deit_tiny_patch16_224"),
+    "two prefix tokens": lambda: timm.create_model("deit_tiny_distilled_patch16_224"),
+    "mean of tokens": lambda: timm.create_model("vit_tiny_patch16_224", global_pool="avg"),
+    "registers": lambda: timm.create_model("vit_tiny_patch16_224", reg_tokens=4, depth=7),
+    "50 tokens": lambda: timm.create_model("vit_tiny_patch16_224", patch_size=32),
+}
+METHODS = {"constant": constant_merging, "stepwise": stepwise_pruning, "random": random_schedule}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return MODELS[request.param]().eval()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.65, 0.9])
+@pytest.mark.parametrize("method", METHODS)
+def test_meets_the_budget_from_below(model: nn.Module, method: str, share: float) -> None:
+    budget = share * diffrate.gmacs(model)
+    schedule = METHODS[method](model, budget)
+    assert 0.99 * budget < diffrate.gmacs(model, schedule) <= budget
+    assert schedule.cost["gmacs"] == diffrate.gmacs(model, schedule)
+    layout = backbone_of(model).layout
+    assert schedule.is_monotone
+    assert schedule.merge[0] == layout.tokens
+    assert schedule.merge[-1] > layout.prefix
+    assert layout.compresses_last_block or schedule.merge[-1] == schedule.merge[-2]
+    assert layout.compresses_last_block or schedule.prune[-1] == schedule.merge[-1]
+
+
+def test_constant_merging_takes_equally_many_in_every_block() -> None:
+    model = embedded.model(pretrained=False)
+    schedule = constant_merging(model, 0.6 * diffrate.gmacs(model))
+    removed = [a - b for a, b in zip(schedule.merge, schedule.merge[1:], strict=False)]
+    assert len(removed) == 11
+    assert max(removed) - min(removed) <= 1
+    assert (schedule.operator.operation, schedule.operator.mean) == ("merge", "size")
+
+
+def test_stepwise_pruning_keeps_one_share_at_blocks_4_7_and_10() -> None:
+    model = embedded.model(pretrained=False)
+    schedule = stepwise_pruning(model, 0.6 * diffrate.gmacs(model))
+    kept = [n - 1 for n in schedule.merge]
+    assert len(set(kept[:3])) == len(set(kept[3:6])) == len(set(kept[6:9])) == len(set(kept[9:])) == 1
+    share = kept[3] / 196
+    assert kept[6] == pytest.approx(196 * share**2, abs=1.5)
+    assert kept[9] == pytest.approx(196 * share**3, abs=1.5)
+    assert schedule.operator.operation == "prune"
+
+
+def test_random_schedules_differ_by_seed() -> None:
+    model = embedded.model(pretrained=False)
+    budget = 0.5 * diffrate.gmacs(model)
+    first, again, other = (random_schedule(model, budget, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.merge != other.merge
+    assert any(p > m for p, m in zip(first.prune, first.merge, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_they_run_and_keep_what_they_say(method: str, tiny_vit: nn.Module) -> None:
+    schedule = METHODS[method](tiny_vit, 0.7 * diffrate.gmacs(tiny_vit))
+    fast = diffrate.compress(tiny_vit, schedule)
+    logits, tokens = fast(torch.randn(2, 3, 32, 32), return_tokens=True)
+    assert logits.shape == (2, 3)
+    assert tokens.count == schedule.merge[-1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_impossible_budgets_are_refused(method: str, tiny_vit: nn.Module) -> None:
+    whole = diffrate.gmacs(tiny_vit)
+    for budget in (0.01 * whole, 1.1 * whole):
+        with pytest.raises(DiffRateError, match="cannot meet a budget"):
+            METHODS[method](tiny_vit, budget)
+    assert METHODS[method](tiny_vit, whole).removes_nothing
