@@ -6,6 +6,7 @@ from diffrate.errors import DiffRateError, UnsupportedModelError
 from diffrate.operator import Operator
 from diffrate.reduction import restore
 from diffrate.schedule import Schedule, ScheduleError
+from diffrate.search.run import SearchResult, search
 from diffrate.tokens import Tokens
 
 __version__ = "0.1.0"
@@ -16,9 +17,11 @@ __all__ = [
     "Operator",
     "Schedule",
     "ScheduleError",
+    "SearchResult",
     "Tokens",
     "UnsupportedModelError",
     "compress",
     "gmacs",
     "restore",
+    "search",
 ]

@@ -14,13 +14,21 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.data import ImageDataset, create_dataset, create_loader, resolve_data_config
+from timm.data import (
+    ImageDataset,
+    add_img_extensions,
+    create_dataset,
+    create_loader,
+    create_transform,
+    resolve_data_config,
+)
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from diffrate.errors import DiffRateError
 from diffrate.models import first_line, input_size
 
+MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jpg and jpeg
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
 
 
@@ -169,6 +177,7 @@ def build_dataset(
         if data_dir is None:
             raise DiffRateError("give --data-dir, the folder with the images")
         root = find_folder(Path(data_dir), split)
+    add_img_extensions(MORE_EXTENSIONS)
     try:
         found = create_dataset(
             dataset,
@@ -245,3 +254,51 @@ def _channels(model: nn.Module) -> int:
     if isinstance(projection, nn.Conv2d):
         return projection.in_channels
     return int(getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[0])
+
+
+def search_datasets(
+    model: nn.Module,
+    data_dir: str | Path | None = None,
+    dataset: str = "",
+    split: str | None = None,
+    labels: bool = False,
+    heavy: bool = False,
+    img_size: int | tuple[int, int] | None = None,
+    crop_pct: float | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    interpolation: str | None = None,
+    class_map: str | None = None,
+    most: int = 10_000,
+) -> tuple[Any, Any]:
+    """The images of a search twice: augmented, and as an evaluation sees them.
+
+    Light augmentation is a crop of at least a third of the image and mirroring; `heavy` is the paper's: small crops,
+    RandAugment(9, 0.5) and random erasing. Of a stream the first `most` images are taken.
+    """
+    config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
+    shared: dict[str, Any] = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
+    light = {"scale": (0.35, 1.0), "color_jitter": None, "re_prob": 0.0}
+    strong = {"auto_augment": "rand-m9-mstd0.5-inc1", "color_jitter": None, "re_prob": 0.25, "re_mode": "pixel"}
+    augment = create_transform(is_training=True, **shared, **(strong if heavy else light))
+    plain = create_transform(is_training=False, crop_pct=config["crop_pct"], crop_mode=config["crop_mode"], **shared)
+    found = build_dataset(data_dir, dataset, split, class_map, labels, grey=config["input_size"][0] == 1)
+    if labels:
+        _check_labels(found, model)
+    if isinstance(found, IterableDataset):
+        found = [pair for pair, _ in zip(found, range(most), strict=False)]
+    return Transformed(found, augment), Transformed(found, plain)
+
+
+class Transformed(Dataset[tuple[Any, int]]):
+    """Images of a dataset through a transform; several views may share one dataset."""
+
+    def __init__(self, images: Any, transform: Callable[[Image.Image], Any]) -> None:
+        self.images, self.transform = images, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = self.images[index]
+        return self.transform(image), int(label)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import diffrate
-from diffrate.cli import demo, evaluation, schedules
+from diffrate.cli import demo, evaluation, schedules, search, train
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
 
@@ -23,7 +23,9 @@ app = typer.Typer(
 app.command("schedules")(schedules.schedules)
 app.command("macs")(schedules.macs)
 app.command("compress")(schedules.compress)
+app.command("search")(search.search_command)
 app.command("eval")(evaluation.eval_command)
+app.command("train")(train.train_command)
 app.command("demo")(demo.demo)
 
 

@@ -50,6 +50,7 @@ def eval_command(
     operation: o.Operation = None,
     proportional: o.Proportional = None,
     merge_mean: o.MergeMean = None,
+    choice: o.Choice = None,
     seed: o.Seed = None,
     device: o.Device = None,
     amp: o.Amp = False,
@@ -76,6 +77,7 @@ def eval_command(
         operation=operation,
         proportional=proportional,
         mean=merge_mean,
+        choice=choice,
         seed=seed,
     )
     images: dict[str, Any] = {"img_size": size, "crop_pct": crop_pct, "mean": mean, "std": std}

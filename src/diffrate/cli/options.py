@@ -13,7 +13,7 @@ from diffrate import published
 from diffrate.cli.output import note
 from diffrate.devices import AMP_DTYPES
 from diffrate.errors import DiffRateError
-from diffrate.operator import IMPORTANCES, MEANS, OPERATIONS
+from diffrate.operator import CHOICES, IMPORTANCES, MEANS, OPERATIONS
 from diffrate.schedule import Schedule
 
 MODEL, DATA, SCHEDULE, RUN = "Model", "Data", "Schedule", "Run"
@@ -147,6 +147,9 @@ Proportional = Annotated[
 ]
 MergeMean = Annotated[
     str | None, typer.Option(help=f"What merged tokens become: {', '.join(MEANS)}.", rich_help_panel=SCHEDULE)
+]
+Choice = Annotated[
+    str | None, typer.Option(help=f"Which tokens are merged: {', '.join(CHOICES)}.", rich_help_panel=SCHEDULE)
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of the random importance.", rich_help_panel=SCHEDULE)]
 

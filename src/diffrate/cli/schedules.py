@@ -86,6 +86,7 @@ def compress(
     operation: o.Operation = None,
     proportional: o.Proportional = None,
     merge_mean: o.MergeMean = None,
+    choice: o.Choice = None,
     seed: o.Seed = None,
     json: o.JsonFile = None,
 ) -> None:
@@ -115,6 +116,7 @@ def compress(
         operation=operation,
         proportional=proportional,
         mean=merge_mean,
+        choice=choice,
         seed=seed,
     )
     checked = dataclasses.replace(

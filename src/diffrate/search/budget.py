@@ -12,16 +12,53 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diffrate.backbones import Backbone
 from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Least and most tokens of each block, (L,) each: equal where a block has no choice."""
+class Space:
+    """The counts that a search chooses, and what they cost.
 
+    least, most  (L',) bounds of each block's count, equal where it has no choice: the first block keeps everything,
+                 the last of a class-token model nothing but the prefix, which costs no accuracy at all. A model whose
+                 head looks at every token leaves its last block alone: that block is not among the L'.
+    """
+
+    cost: MacCost
+    depth: int
+    prefix: int
     least: Tensor
     most: Tensor
+
+    @classmethod
+    def of(cls, backbone: Backbone, cost: MacCost) -> Space:
+        layout = backbone.layout
+        blocks = layout.depth if layout.compresses_last_block else layout.depth - 1
+        least = torch.full((blocks,), float(layout.prefix + 1), dtype=torch.float64)
+        most = torch.full((blocks,), float(layout.tokens), dtype=torch.float64)
+        least[0] = layout.tokens
+        if layout.compresses_last_block:
+            least[-1] = most[-1] = layout.prefix
+        return cls(cost, layout.depth, layout.prefix, least, most)
+
+    @property
+    def tokens(self) -> int:
+        return self.cost.tokens
+
+    @property
+    def free(self) -> Tensor:
+        """(L',) which blocks have a choice."""
+        return self.most > self.least
+
+    def gmacs(self, counts: Tensor) -> Tensor:
+        left_alone = counts[..., -1:].expand(*counts.shape[:-1], self.depth - counts.shape[-1])
+        return self.cost.gmacs(torch.cat([counts, left_alone], dim=-1))
+
+    def every_block(self, counts: list[int]) -> tuple[int, ...]:
+        """Counts of all blocks of the model."""
+        return tuple(counts + counts[-1:] * (self.depth - len(counts)))
 
 
 def parse_budgets(text: str, whole: float) -> list[float]:
@@ -38,9 +75,10 @@ def _parse(text: str, whole: float) -> float:
     return whole * value / 100 if unit == "%" else value if unit.startswith("g") else value / 1000
 
 
-def check_budget(budget: float, cost: MacCost, bounds: Bounds) -> None:
+def check_budget(budget: float, space: Space) -> None:
     """Refuse a budget that no schedule of this model can meet."""
-    least, most = float(cost.gmacs(bounds.least)), float(cost.gmacs(torch.full_like(bounds.most, cost.tokens)))
+    least = float(space.gmacs(space.least))
+    most = float(space.gmacs(torch.full_like(space.most, space.tokens)))
     if not least <= budget < most:
         raise DiffRateError(
             f"a budget of {budget:.4g} GMACs cannot be met: this model costs {most:.4g} whole "
@@ -61,31 +99,33 @@ def monotone(counts: Tensor, weight: Tensor) -> Tensor:
     return torch.tensor([mean for mean, _, length in pools for _ in range(length)], dtype=torch.float64)
 
 
-def project(counts: Tensor, budget: float, cost: MacCost, bounds: Bounds, step: Tensor) -> Tensor:
+def project(counts: Tensor, budget: float, space: Space, step: Tensor) -> Tensor:
     """Counts within bounds, never rising, that cost `budget`: moved from `counts` along `step` (L,), all one way."""
     weight = 1 / step.clamp_min(1e-6)
 
     def at(distance: float) -> Tensor:
-        moved = torch.minimum(torch.maximum(counts - distance * step, bounds.least), bounds.most)
+        moved = torch.minimum(torch.maximum(counts - distance * step, space.least), space.most)
         return monotone(moved, weight)
 
-    low, high = -float(bounds.most.max()) / float(step.min()), float(bounds.most.max()) / float(step.min())
-    for _ in range(60):
+    reach = 2 * space.tokens / float(step[space.free].min())
+    low, high = -reach, reach
+    while high - low > 1e-6 * reach:
         middle = (low + high) / 2
-        low, high = (middle, high) if float(cost.gmacs(at(middle))) > budget else (low, middle)
+        low, high = (middle, high) if float(space.gmacs(at(middle))) > budget else (low, middle)
     return at(high)
 
 
-def rounded(counts: Tensor, budget: float, cost: MacCost, bounds: Bounds) -> list[int]:
+def rounded(counts: Tensor, budget: float, space: Space) -> list[int]:
     """Whole counts at most `budget`: rounded down, then raised by the largest remainders while the budget allows."""
-    whole = torch.maximum(counts.floor(), bounds.least)
-    while float(cost.gmacs(whole)) > budget:
-        whole[int((whole - bounds.least).argmax())] -= 1  # only where a bound was rounded up to
+    whole = torch.maximum((counts + 1e-6).floor(), space.least)
+    for block in reversed(range(len(whole))):  # a bound may have been rounded up to: take from the end, which keeps order
+        while float(space.gmacs(whole)) > budget and whole[block] > space.least[block]:
+            whole[block] -= 1
     for block in (counts - whole).argsort(descending=True).tolist():
-        above = cost.tokens if block == 0 else whole[block - 1]
-        if whole[block] + 1 > min(float(above), float(bounds.most[block])):
+        above = space.tokens if block == 0 else whole[block - 1]
+        if whole[block] + 1 > min(float(above), float(space.most[block])):
             continue
         whole[block] += 1
-        if float(cost.gmacs(whole)) > budget:
+        if float(space.gmacs(whole)) > budget:
             whole[block] -= 1
     return [int(n) for n in whole]

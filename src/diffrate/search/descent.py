@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffrate.costs.macs import MacCost
-from diffrate.search.budget import Bounds, project
+from diffrate.search.budget import Space, project
 
 
 @dataclass
 class Descent:
-    """State of one descent; every field is plain data, so that a run can be saved and resumed at any step."""
+    """One descent from `counts` (L,) in `steps` steps; `state` and `restore` let it stop and go on at any step."""
 
     counts: Tensor
     budget: float
-    cost: MacCost
-    bounds: Bounds
+    space: Space
     steps: int
     first_step: float = 1.0
     last_step: float = 0.1
@@ -40,60 +39,73 @@ class Descent:
         if not len(self.velocity):
             self.velocity, self.total = torch.zeros_like(self.counts), torch.zeros_like(self.counts)
 
-    @property
-    def free(self) -> Tensor:
-        return self.bounds.most > self.bounds.least
-
     def scale(self) -> Tensor:
         """(L,) how far each block moves for the same slope."""
-        relative = self.counts / self.counts[self.free].mean()
-        return torch.where(self.free, relative.pow(self.relative), torch.full_like(self.counts, 1e-3))
+        relative = self.counts / self.counts[self.space.free].mean()
+        return torch.where(self.space.free, relative.pow(self.relative), torch.full_like(self.counts, 1e-3))
 
     def along_budget(self) -> Tensor:
         """(L,) the direction in which counts move back onto the budget: by their cost, as `scale` weighs them."""
-        counts = self.counts.clone().requires_grad_(True)
-        (slope,) = torch.autograd.grad(self.cost.gmacs(counts), counts)
-        step = slope / slope[self.free].mean() * self.scale()
-        return torch.where(self.free, step, torch.full_like(step, 1e-3))
+        slope = self.cost_gradient()
+        step = slope / slope[self.space.free].mean() * self.scale()
+        return torch.where(self.space.free, step, torch.full_like(step, 1e-3))
 
     def update(self, slopes: Tensor) -> None:
         """One step down `slopes` (L,), the measured change of the loss per token in each block."""
         progress = self.done / max(self.steps - 1, 1)
         length = self.last_step + (self.first_step - self.last_step) * 0.5 * (1 + math.cos(math.pi * progress))
-        direction = self.scale() * torch.where(self.free, slopes, torch.zeros_like(slopes))
+        direction = self.scale() * torch.where(self.space.free, slopes, torch.zeros_like(slopes))
         # Only what trades tokens between blocks counts: the share along the budget is undone by the projection.
         normal = self.along_budget()
         gradient = self.cost_gradient()
         direction = direction - normal * (direction @ gradient) / (normal @ gradient)
         self.velocity = self.momentum * self.velocity + (1 - self.momentum) * direction
-        self.mean_square = 0.95 * self.mean_square + 0.05 * float(direction[self.free].square().mean())
+        self.mean_square = 0.95 * self.mean_square + 0.05 * float(direction[self.space.free].square().mean())
         corrected = self.velocity / (1 - self.momentum ** (self.done + 1))
         rms = math.sqrt(self.mean_square / (1 - 0.95 ** (self.done + 1))) + 1e-12
-        self.counts = project(self.counts - length * corrected / rms, self.budget, self.cost, self.bounds, normal)
+        self.counts = project(self.counts - length * corrected / rms, self.budget, self.space, normal)
         self.done += 1
         if self.done > (1 - self.averaged) * self.steps:
             self.total = self.total + self.counts
             self.summed += 1
 
+    def state(self) -> dict[str, Any]:
+        """All that changes, as plain numbers: JSON keeps every bit of them."""
+        return {
+            "counts": self.counts.tolist(),
+            "velocity": self.velocity.tolist(),
+            "total": self.total.tolist(),
+            "done": self.done,
+            "summed": self.summed,
+            "mean_square": self.mean_square,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name in ("counts", "velocity", "total"):
+            setattr(self, name, torch.tensor(state[name], dtype=torch.float64))
+        self.done, self.summed, self.mean_square = state["done"], state["summed"], state["mean_square"]
+
     def cost_gradient(self) -> Tensor:
-        counts = self.counts.clone().requires_grad_(True)
-        (slope,) = torch.autograd.grad(self.cost.gmacs(counts), counts)
-        return torch.where(self.free, slope, torch.zeros_like(slope))
+        """(L,) GMACs of one more token in each block that has a choice."""
+        with torch.enable_grad():
+            counts = self.counts.clone().requires_grad_(True)
+            (slope,) = torch.autograd.grad(self.space.gmacs(counts), counts)
+        return torch.where(self.space.free, slope, torch.zeros_like(slope))
 
     def answer(self) -> Tensor:
         """The counts averaged over the last steps, on the budget."""
         mean = self.total / self.summed if self.summed else self.counts
-        return project(mean, self.budget, self.cost, self.bounds, self.along_budget())
+        return project(mean, self.budget, self.space, self.along_budget())
 
 
-def perturbed(kept: list[int], bounds: Bounds, share: float, up: list[bool]) -> list[int]:
+def perturbed(kept: list[int], space: Space, share: float, up: list[bool]) -> list[int]:
     """A count for each block a `share` of its tokens up or down from `kept`, within its neighbours where they allow.
 
     A block level with both neighbours can only go down, and takes those after it along.
     """
     changed = []
     for i, n in enumerate(kept):
-        least, most = int(bounds.least[i]), int(bounds.most[i])
+        least, most = int(space.least[i]), int(space.most[i])
         change = max(2, round(share * n))
         above = min(most, kept[i - 1] if i else n)
         below = max(least, kept[i + 1] if i + 1 < len(kept) else least)

@@ -32,14 +32,17 @@ class Branch:
 def variant_logits(
     backbone: Backbone, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator
 ) -> Tensor:
-    """(1 + L, B, classes) logits of the schedule `kept` and of each variant that keeps `changed[i]` in block i.
+    """(1 + L', B, classes) logits of the schedule `kept` and of each variant that keeps `changed[i]` in block i.
 
-    Where changed[i] == kept[i] there is nothing to run and the logits are those of the schedule itself.
+    Where changed[i] == kept[i] there is nothing to run and the logits are those of the schedule itself. Blocks of the
+    model past the L' given are left alone.
     """
-    depth, batch = len(kept), images.shape[0]
+    batch = images.shape[0]
+    left_alone = [backbone.layout.tokens] * (backbone.layout.depth - len(kept))
+    kept, changed, variants = [*kept, *left_alone], [*changed, *left_alone], len(kept) + 1
     main = Branch(start(backbone.embed(images), backbone.layout.prefix, track=False), [0])
     apart: list[Branch] = []  # variants whose sequence is still longer or shorter than the schedule's
-    for i in range(depth):
+    for i in range(len(kept)):
         attended, importance = open_block(backbone, i, main.tokens, operator, rank=True)
         fork = None
         if changed[i] != kept[i]:
@@ -61,7 +64,7 @@ def variant_logits(
         logits = backbone.head(branch.tokens.with_features(backbone.norm(branch.tokens.x)))
         logits = logits[0] if isinstance(logits, tuple) else logits
         outcomes.update(zip(branch.variants, logits.split(batch), strict=True))
-    return torch.stack([outcomes.get(variant, outcomes[0]) for variant in range(depth + 1)])
+    return torch.stack([outcomes.get(variant, outcomes[0]) for variant in range(variants)])
 
 
 def _reduced(tokens: Tokens, importance: Tensor, keep: int, operator: Operator) -> Tokens:

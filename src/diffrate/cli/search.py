@@ -1,0 +1,156 @@
+"""`diffrate search`: learn a schedule on a folder of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from accelerate import Accelerator
+from timm.data import Mixup
+
+from diffrate.cli import options as o
+from diffrate.cli.output import counts, note, save_json, show_table
+from diffrate.data import search_datasets
+from diffrate.devices import resolve_device
+from diffrate.errors import DiffRateError
+from diffrate.models import load_model
+from diffrate.results import check_target
+from diffrate.search import SearchResult, search
+from diffrate.search.run import RECIPES
+
+SEARCH = "Search"
+
+
+def search_command(
+    model: o.ModelName,
+    budget: Annotated[
+        str,
+        typer.Option(help="0.8G (GMACs), 60%, or several: 1.0G,0.9G,0.8G.", rich_help_panel=SEARCH),
+    ],
+    output: Annotated[
+        Path, typer.Option(help="Folder for schedule, history and plot.", rich_help_panel=SEARCH)
+    ],
+    checkpoint: o.Checkpoint = None,
+    pretrained: o.Pretrained = False,
+    num_classes: o.NumClasses = None,
+    model_kwargs: o.ModelKwargs = None,
+    img_size: o.ImgSize = None,
+    data_dir: o.DataDir = None,
+    dataset: o.DatasetName = "",
+    split: o.Split = None,
+    class_map: o.ClassMap = None,
+    workers: o.Workers = 2,
+    crop_pct: o.CropPct = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    interpolation: o.Interpolation = None,
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help=f"{' or '.join(RECIPES)}: fast needs no labels and takes minutes; paper is the published method.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "fast",
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps for the first budget; half of them for each next one.", min=1, rich_help_panel=SEARCH),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Images a step, over all processes.", min=1, rich_help_panel=SEARCH)
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the images that decides when to stop.", rich_help_panel=SEARCH)
+    ] = 0.2,
+    seed: Annotated[int, typer.Option(help="Seed of the images' order.", min=0, rich_help_panel=SEARCH)] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the search in the output folder.", rich_help_panel=SEARCH)
+    ] = False,
+    tracker: Annotated[
+        str | None,
+        typer.Option(help="An accelerate tracker, such as tensorboard or wandb.", rich_help_panel=SEARCH),
+    ] = None,
+    device: o.Device = None,
+    amp: Annotated[
+        bool | None,
+        typer.Option("--amp/--no-amp", help="Mixed precision; on a GPU unless told not to.", rich_help_panel=o.RUN),
+    ] = None,
+    amp_dtype: o.AmpDtype = "float16",
+    json: o.JsonFile = None,
+) -> None:
+    """Learn how many tokens each block may keep within a budget.
+
+    About 1,000 images are enough, with or without classes. Several processes: accelerate launch -m diffrate search …
+
+    Example: diffrate search --model deit_small_patch16_224 --pretrained --data-dir images --budget 60% --output runs/deit
+    """
+    check_target(json)
+    if recipe not in RECIPES:
+        raise DiffRateError(f"--recipe is {' or '.join(RECIPES)}, not {recipe!r}")
+    where = resolve_device(device)
+    accelerator = _accelerator(where.type, amp, amp_dtype, tracker, output)
+    size = None if img_size is None else o.read_size(img_size)
+    kwargs = o.read_kwargs(model_kwargs)
+    if recipe == "paper":
+        kwargs = {"drop_path_rate": 0.1, **kwargs}
+    whole = load_model(model, checkpoint, pretrained, num_classes, size, kwargs)
+    data = search_datasets(
+        whole, data_dir, dataset, split, labels=recipe == "paper", heavy=recipe == "paper", img_size=size,
+        crop_pct=crop_pct, mean=mean, std=std, interpolation=interpolation, class_map=class_map,
+    )  # fmt: skip
+    mix: Any = None
+    if recipe == "paper":
+        mix = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=whole.num_classes)
+    if tracker:
+        accelerator.init_trackers("diffrate", {"model": model, "budget": budget, "recipe": recipe, "seed": seed})
+    result = search(
+        whole, data, budget, recipe=recipe, steps=steps, batch_size=batch_size, held_out=held_out, mix=mix, seed=seed,
+        workers=workers, accelerator=accelerator, output=output, resume=resume, name=model,
+    )  # fmt: skip
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        _show(result, output)
+        schedules = [schedule.to_dict() for schedule in result.schedules]
+        save_json(
+            json,
+            {"seconds": result.seconds, "unreadable": result.unreadable, "schedules": schedules},
+            accelerator.device,
+        )
+
+
+def _accelerator(
+    device: str, amp: bool | None, amp_dtype: str, tracker: str | None, output: Path
+) -> Accelerator:
+    names = {"float16": "fp16", "bfloat16": "bf16"}
+    if amp_dtype not in names:
+        raise DiffRateError(f"--amp-dtype must be one of {', '.join(names)}, not {amp_dtype!r}")
+    mixed = device != "cpu" if amp is None else amp
+    try:
+        return Accelerator(
+            cpu=device == "cpu",
+            mixed_precision=names[amp_dtype] if mixed else "no",
+            log_with=tracker,
+            project_dir=str(output),
+        )
+    except ValueError as error:
+        raise DiffRateError(f"cannot start: {error}") from error
+
+
+def _show(result: SearchResult, output: Path) -> None:
+    show_table(
+        ["budget G", "GMACs", "divergence", "stopped at", "kept tokens per block"],
+        [
+            [
+                f"{s.made['budget_gmacs']:.4g}",
+                f"{s.cost['gmacs']:.4f}",
+                f"{s.made['held_out_divergence']:.4f}",
+                s.made["stopped_at"],
+                counts(s.merge),
+            ]
+            for s in result.schedules
+        ],
+        text=0,
+    )
+    if result.unreadable:
+        note(f"{len(result.unreadable)} images could not be read and were skipped: {'; '.join(result.unreadable[:5])}")
+    typer.echo(f"{result.seconds:.1f} s; written to {output}")

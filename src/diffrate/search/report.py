@@ -1,0 +1,118 @@
+"""The folder and the progress bar of a search: what it writes, what it shows, and how an interrupted one goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import rich.progress as bars
+from rich.console import Console
+
+from diffrate.errors import DiffRateError
+from diffrate.schedule import write_text
+
+if TYPE_CHECKING:
+    from diffrate.search.run import SearchResult
+
+SAVE_SECONDS = 2.0
+
+
+class RunFolder:
+    """config.json, state.json while running, then the schedules, history.json and kept.png. No path: no files."""
+
+    def __init__(self, path: str | os.PathLike[str] | None, config: dict[str, Any], resume: bool, main: bool) -> None:
+        self.path = None if path is None else Path(path)
+        self.main, self.resume, self.config, self.saved = main, resume, config, time.monotonic()
+        if self.path is None:
+            if resume:
+                raise DiffRateError("there is nothing to resume without an output folder")
+            return
+        known = self._read("config.json")
+        if known is not None and not resume:
+            raise DiffRateError(f"{self.path} already holds a search: resume it, or choose another folder")
+        if resume and known is None:
+            raise DiffRateError(f"{self.path} holds no search to resume")
+        if known is not None:
+            changed = [key for key in config if known.get(key) != json.loads(json.dumps(config[key]))]
+            if changed:
+                raise DiffRateError(f"the search in {self.path} was started with another {', '.join(changed)}")
+        elif main:
+            self._write("config.json", config)
+
+    def load_state(self) -> dict[str, Any] | None:
+        return self._read("state.json") if self.resume else None
+
+    def due(self) -> bool:
+        """Whether the state is old enough to be worth saving again."""
+        return self.path is not None and time.monotonic() - self.saved > SAVE_SECONDS
+
+    def save_state(self, state: dict[str, Any]) -> None:
+        self._write("state.json", state)
+        self.saved = time.monotonic()
+
+    def finish(self, result: SearchResult, accelerator: Any) -> None:
+        """Write what was found; several budgets get a file each."""
+        if self.path is None or not self.main:
+            return
+        from diffrate.plots import kept_plot
+
+        for schedule in result.schedules:
+            single = len(result.schedules) == 1
+            file = "schedule.json" if single else f"schedule-{schedule.made['budget_gmacs']:.4g}G.json"
+            schedule.save(self.path / file)
+        self._write("history.json", {"seconds": result.seconds, "unreadable": result.unreadable, "steps": result.history})
+        kept_plot(result.history, self.path / "kept.png")
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        if self.path is not None and self.main:
+            write_text(self.path / name, json.dumps(values) + "\n")
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        assert self.path is not None
+        try:
+            values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+            return values
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise DiffRateError(f"cannot read {self.path / name}: {error}") from error
+
+
+class Progress:
+    """One bar a budget: loss, MACs against the budget and the schedule so far."""
+
+    def __init__(self, shown: bool, budgets: int) -> None:
+        console = Console(stderr=True)
+        self.bar = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(bar_width=20),
+            bars.MofNCompleteColumn(),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[state]}"),
+            console=console,
+            disable=not shown or not console.is_terminal,
+        )
+        self.task: bars.TaskID | None = None
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def start(self, budget: float, steps: int, done: int) -> None:
+        self.task = self.bar.add_task(f"{budget:.3g} G", total=steps, completed=done, state="")
+
+    def update(self, entry: dict[str, Any] | None) -> None:
+        assert self.task is not None
+        if entry is None:
+            self.bar.update(self.task, advance=1)
+            return
+        kept = " ".join(map(str, entry["kept"]))
+        state = f"loss {entry['loss']:.4f}  {entry['gmacs']:.3f} of {entry['budget']:.3f} G  kept {kept}"
+        self.bar.update(self.task, advance=1, state=state)
