@@ -45,7 +45,12 @@ def compress(
     if schedule is None:
         schedule = Schedule.identity(layout.depth, layout.tokens, layout.prefix)
     operator = schedule.operator.changed(
-        importance=importance, operation=operation, proportional=proportional, mean=mean, choice=choice, seed=seed
+        importance=importance,
+        operation=operation,
+        proportional=proportional,
+        mean=mean,
+        choice=choice,
+        seed=seed,
     )
     return CompressedModel(model, schedule, operator)
 
@@ -103,7 +108,9 @@ class CompressedModel(nn.Module):
         intermediates_only: bool = False,
     ) -> Any:
         """timm's interface to inner features: grids are restored, so shapes are those of the original model."""
-        chosen, _ = feature_take_indices(self.backbone.layout.depth, indices)
+        chosen, _ = feature_take_indices(
+            self.backbone.layout.depth, indices if isinstance(indices, int | None) else list(indices)
+        )
         final, collected = self._walk(images, track=True, collect=set(chosen))
         rows, columns = self.backbone.grid(images)
         intermediates: list[Any] = []
@@ -162,7 +169,9 @@ class CompressedModel(nn.Module):
         """The tokens as they leave each block, with patch maps: which patch went where, block by block."""
         return self._walk(images, track=True, collect=range(self.backbone.layout.depth))[1]
 
-    def _walk(self, images: Tensor, track: bool, collect: Collection[int] = ()) -> tuple[Tokens, list[Tokens]]:
+    def _walk(
+        self, images: Tensor, track: bool, collect: Collection[int] = ()
+    ) -> tuple[Tokens, list[Tokens]]:
         tokens = start(self.backbone.embed(images), self.backbone.layout.prefix, track)
         schedule = self._schedule_for(tokens.count)
         collected = []
@@ -175,7 +184,9 @@ class CompressedModel(nn.Module):
     def _schedule_for(self, tokens: int) -> Schedule:
         """The effective schedule for this input, in proportion where a dynamic model gets another image size."""
         if tokens != self.schedule.tokens and not self.backbone.layout.dynamic:
-            raise ScheduleError(f"the schedule is for {self.schedule.tokens} tokens and this input gives {tokens}")
+            raise ScheduleError(
+                f"the schedule is for {self.schedule.tokens} tokens and this input gives {tokens}"
+            )
         return self.schedule.resized(tokens).effective
 
     def _removes_nothing(self, tokens: int) -> bool:
@@ -186,7 +197,9 @@ class CompressedModel(nn.Module):
         return f"kept tokens: {kept}\noperator: {self.operator}"
 
 
-def run_block(backbone: Backbone, i: int, tokens: Tokens, prune: int, merge: int, operator: Operator) -> Tokens:
+def run_block(
+    backbone: Backbone, i: int, tokens: Tokens, prune: int, merge: int, operator: Operator
+) -> Tokens:
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
     removes = merge < tokens.count
     if not removes and (tokens.size is None or not operator.proportional):
@@ -219,7 +232,9 @@ def mix(attention: Attention, key_bias: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
 
 
-def importance_of(attention: Attention, bias: Tensor | None, tokens: Tokens, block: int, operator: Operator) -> Tensor:
+def importance_of(
+    attention: Attention, bias: Tensor | None, tokens: Tokens, block: int, operator: Operator
+) -> Tensor:
     """(B, N - prefix) scores by the operator's metric."""
     q, k, v, scale, _ = attention
     match operator.importance:

@@ -60,5 +60,6 @@ class Operator:
             raise DiffRateError("the operator in a schedule file must be an object")
         unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
-            raise DiffRateError(f"the operator in a schedule file has unknown fields: {', '.join(sorted(map(repr, unknown)))}")
+            names = ", ".join(sorted(map(repr, unknown)))
+            raise DiffRateError(f"the operator in a schedule file has unknown fields: {names}")
         return cls(**values)

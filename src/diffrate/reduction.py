@@ -56,7 +56,9 @@ def merge_weight(tokens: Tokens, importance: Tensor, mean: str) -> Tensor | None
     return F.pad(importance.clamp_min(floor), (tokens.prefix, 0), value=1.0)
 
 
-def keep_first(tokens: Tokens, weight: Tensor | None, order: Tensor, keep: int) -> tuple[Tokens, Tensor | None]:
+def keep_first(
+    tokens: Tokens, weight: Tensor | None, order: Tensor, keep: int
+) -> tuple[Tokens, Tensor | None]:
     """Prune: keep the first `keep` tokens of `order`, in that order."""
     chosen = order[:, :keep]
     patches = tokens.patches
@@ -152,8 +154,8 @@ def pruned_destinations(tokens: Tokens, order: Tensor, keep: int) -> Tensor:
     positions = torch.arange(keep, device=order.device).expand(order.shape[0], -1)
     first = tokens.prefix if keep > tokens.prefix else 0
     if keep < order.shape[1]:
-        stand_in = most_similar(take(tokens.x, order[:, keep:]), take(tokens.x, order[:, first:keep]))[1] + first
-        positions = torch.cat([positions, ~stand_in], dim=1)
+        gone, left = take(tokens.x, order[:, keep:]), take(tokens.x, order[:, first:keep])
+        positions = torch.cat([positions, ~(most_similar(gone, left)[1] + first)], dim=1)
     return torch.empty_like(order).scatter(1, order, positions)
 
 
