@@ -1,6 +1,9 @@
 """The embedded model and images."""
 
 import gzip
+import inspect
+import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ import torch
 from timm.data import resolve_model_data_config
 
 from diffrate import embedded
+from diffrate.cli.train import train_command
 from diffrate.embedded.build import DEBIAN, HELD_OUT, balanced, read_fashion_mnist, read_idx, training_sets
 from diffrate.errors import DiffRateError
-from diffrate.train import accuracy
+from diffrate.train import Recipe, accuracy
 
 needs_source = pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 
@@ -54,13 +58,31 @@ def test_model_has_the_papers_token_count() -> None:
     assert (config["mean"], config["std"]) == ((embedded.MEAN,), (embedded.STD,))
 
 
-@pytest.mark.skipif(not embedded.WEIGHTS.is_file(), reason="the weights are not shipped yet")
 def test_embedded_weights_are_accurate() -> None:
-    search = embedded.dataset("search")
+    test = embedded.dataset("test")
     model = embedded.model().eval()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    # 300 of the images that the model never trained on; one standard error is 1.5 points at 92.5 %
-    assert accuracy(model, embedded.ImageDataset(search.images[:300], search.labels[:300])) > 89
+    # The first 300 of the shipped test images; one standard error of that is 1.5 points.
+    recorded = metrics()["results"]["embedded_test_accuracy"]
+    assert abs(accuracy(model, embedded.ImageDataset(test.images[:300], test.labels[:300])) - recorded) < 4.5
+
+
+def test_metrics_say_how_the_weights_were_made() -> None:
+    results = metrics()["results"]
+    assert results["test_accuracy"] >= 92.5
+    best = results["history"][results["best_epoch"] - 1]
+    assert (
+        best["accuracy"] == results["validation_accuracy"] == max(e["accuracy"] for e in results["history"])
+    )
+    # the defaults of the command are the recipe; compiling changes its speed alone
+    made = dict(results["recipe"], compile=False)
+    assert made.pop("drop_path") == inspect.signature(train_command).parameters["drop_path"].default
+    assert Recipe(**made) == Recipe()
+    assert results["parameters"] == sum(p.numel() for p in embedded.model(pretrained=False).parameters())
+
+
+def metrics() -> dict[str, Any]:
+    return json.loads((embedded.FOLDER / "metrics.json").read_text())
 
 
 def test_missing_weights_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

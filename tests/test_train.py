@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from typer import Typer
 from typer.testing import CliRunner
 
+from conftest import Ran, check_refused
 from diffrate import embedded
 from diffrate.cli.train import train_command
 from diffrate.errors import DiffRateError
@@ -174,7 +176,7 @@ def test_resident_loader_gives_every_image_once_with_its_label() -> None:
         ({"lr": -1.0}, "lr must be above 0"),
         ({"smoothing": 1.5}, "smoothing must be between 0 and 1"),
         ({"precision": "int8"}, "precision must be"),
-        ({"batch_size": 7}, "batch_size must be even"),
+        ({"batch_size": 7, "cutmix": 1.0}, "batch_size must be even"),
     ],
 )
 def test_impossible_recipes_are_refused(wrong: dict[str, object], message: str) -> None:
@@ -219,6 +221,15 @@ def test_command_writes_weights_and_how_they_were_made(
     model.load_state_dict(load_file(output / "weights.safetensors"))
     assert accuracy(model, some("test", 100)) == results["test_accuracy"]
     assert accuracy(model, embedded.dataset("test")) == results["embedded_test_accuracy"]
+
+
+def test_command_is_part_of_the_program(diffrate_cli: Callable[..., Ran], tmp_path: Path) -> None:
+    helped = diffrate_cli("train", "--help")
+    assert helped.code == 0
+    assert "Example: diffrate train" in helped.out
+    refused = diffrate_cli("train", "--output", tmp_path / "output", "--data-dir", tmp_path / "nowhere")
+    check_refused(refused, "nowhere/train-images-idx3-ubyte.gz is missing")
+    assert not (tmp_path / "output").exists()
 
 
 def test_command_refuses_unknown_data(tmp_path: Path) -> None:

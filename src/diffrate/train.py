@@ -35,15 +35,15 @@ from diffrate.resident import ResidentLoader, in_order, is_resident
 class Recipe:
     """How to train. The defaults are the recipe of the embedded model."""
 
-    epochs: int = field(default=100, metadata={"help": "Passes over the training images."})
-    batch_size: int = field(default=512, metadata={"help": "Images per step."})
-    lr: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
+    epochs: int = field(default=50, metadata={"help": "Passes over the training images."})
+    batch_size: int = field(default=256, metadata={"help": "Images per step."})
+    lr: float = field(default=1.5e-3, metadata={"help": "Peak learning rate."})
     weight_decay: float = field(default=0.05, metadata={"help": "AdamW's decay of the weight matrices."})
-    warmup_epochs: int = field(default=5, metadata={"help": "Epochs of linear warm-up, at most half of all."})
+    warmup_epochs: int = field(default=3, metadata={"help": "Epochs of linear warm-up, at most half of all."})
     clip_grad: float = field(default=1.0, metadata={"help": "Largest norm of the gradient."})
     smoothing: float = field(default=0.1, metadata={"help": "Label smoothing."})
     mixup: float = field(default=0.0, metadata={"help": "Mixup's alpha; 0 is off."})
-    cutmix: float = field(default=1.0, metadata={"help": "CutMix's alpha; 0 is off."})
+    cutmix: float = field(default=0.0, metadata={"help": "CutMix's alpha; 0 is off."})
     mix_prob: float = field(default=0.5, metadata={"help": "Share of the batches that are mixed."})
     rand_augment: int = field(
         default=0, metadata={"help": "RandAugment's magnitude, drawn per batch; 0 is off."}
@@ -52,7 +52,7 @@ class Recipe:
         default=2, metadata={"help": "Random crops out of images padded by so many pixels."}
     )
     erasing: float = field(
-        default=0.25, metadata={"help": "Share of the images with a random rectangle erased."}
+        default=0.1, metadata={"help": "Share of the images with a random rectangle erased."}
     )
     ema_decay: float = field(default=0.999, metadata={"help": "Decay of the moving average of the weights."})
     precision: str = field(default="bf16", metadata={"help": "no, fp16 or bf16."})

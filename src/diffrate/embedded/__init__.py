@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+from timm.layers import build_sincos2d_pos_embed
 from timm.models import VisionTransformer
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -87,6 +88,13 @@ def model(pretrained: bool = True, **kwargs: Any) -> VisionTransformer:
         **kwargs,
     )
     assert isinstance(vit, VisionTransformer)
+    assert vit.pos_embed is not None
+    if not pretrained:
+        # Patches of four pixels say little alone: starting from 2-D sine waves, the blocks see at once which are
+        # neighbours, instead of learning it first.
+        waves = build_sincos2d_pos_embed(list(vit.patch_embed.grid_size), dim=vit.embed_dim)
+        with torch.no_grad():
+            vit.pos_embed[0, vit.num_prefix_tokens :].copy_(waves)
     return vit
 
 
