@@ -18,6 +18,9 @@ from torch import nn
 
 from diffrate.cli.app import main
 
+# Models here are tiny: on a busy machine, threads that wait for each other cost far more than they save.
+torch.set_num_threads(1)
+
 TINY = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 32, "num_heads": 2, "num_classes": 3}
 TINY_FLAGS = [
     "--model", "vit_tiny_patch16_224", "--num-classes", "3", "--img-size", "32",
