@@ -6,7 +6,7 @@ from diffrate.errors import DiffRateError, UnsupportedModelError
 from diffrate.operator import Operator
 from diffrate.reduction import restore
 from diffrate.schedule import Schedule, ScheduleError
-from diffrate.search.run import SearchResult, search
+from diffrate.searching.run import SearchResult, search
 from diffrate.tokens import Tokens
 
 __version__ = "0.1.0"

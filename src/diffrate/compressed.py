@@ -7,6 +7,7 @@ as it came. All that changes from block to block travels in one Tokens object.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class CompressedModel(nn.Module):
         self.backbone = backbone_of(original)
         self.operator = checked_operator(operator, self.backbone.layout)
         self.schedule = checked(schedule, self.backbone.layout)
-        self.train(original.training)
+        self.training = original.training  # train() would also reset layers that are in a mode of their own
         self.register_load_state_dict_pre_hook(_to_inner_keys)
         self.register_state_dict_post_hook(_to_original_keys)
 
@@ -79,7 +80,7 @@ class CompressedModel(nn.Module):
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, N', C) tokens after the last norm."""
         tokens = self.forward_tokens(images)
-        if tokens.size is not None and self.backbone.layout.mean_pooled and not torch.compiler.is_compiling():
+        if self.backbone.layout.mean_pooled and not torch.compiler.is_compiling():
             tokens.x.token_size = tokens.size  # type: ignore[attr-defined]  # forward_head weighs by it
         return tokens.x
 
@@ -90,8 +91,9 @@ class CompressedModel(nn.Module):
         `size` (from forward_tokens) where that tensor was transformed in between.
         """
         layout = self.backbone.layout
+        known = size is not None or hasattr(features, "token_size")  # None there: every token counts once
         size = getattr(features, "token_size", None) if size is None else size
-        if size is None and layout.mean_pooled and not self._removes_nothing(features.shape[1]):
+        if not known and layout.mean_pooled and not self._removes_nothing(features.shape[1]):
             raise ScheduleError(
                 "this head averages tokens and needs their sizes: pass forward_head(tokens.x, size=tokens.size) "
                 "with tokens = forward_tokens(images)"
@@ -204,20 +206,21 @@ def run_block(
     removes = merge < tokens.count
     if not removes and (tokens.size is None or not operator.proportional):
         return tokens.with_features(backbone.block(i, tokens.x))
-    attended, importance = open_block(backbone, i, tokens, operator, rank=removes)
-    if importance is not None:
+    attended, attention, bias = open_block(backbone, i, tokens, operator)
+    if removes:
+        importance = importance_of(attention, bias, attended, i, operator)
         attended = reduce_tokens(attended, importance, prune, merge, operator)
     return finish_block(backbone, i, attended)
 
 
 def open_block(
-    backbone: Backbone, i: int, tokens: Tokens, operator: Operator, rank: bool
-) -> tuple[Tokens, Tensor | None]:
-    """The first half of a block: tokens after the attention residual and, with `rank`, their importance."""
+    backbone: Backbone, i: int, tokens: Tokens, operator: Operator
+) -> tuple[Tokens, Attention, Tensor | None]:
+    """The first half of a block: tokens after the attention residual, and what their importance is read from."""
     bias = tokens.key_bias() if operator.proportional else None
     attention = backbone.open_attention(i, tokens.x)
-    tokens = tokens.with_features(backbone.close_attention(i, tokens.x, mix(attention, bias)))
-    return tokens, importance_of(attention, bias, tokens, i, operator) if rank else None
+    attended = tokens.with_features(backbone.close_attention(i, tokens.x, mix(attention, bias)))
+    return attended, attention, bias
 
 
 def finish_block(backbone: Backbone, i: int, tokens: Tokens) -> Tokens:
@@ -263,7 +266,8 @@ def checked(schedule: Schedule, layout: Layout) -> Schedule:
             f"the schedule keeps as few as {min(running.merge)} tokens, but the model's {layout.prefix} prefix tokens "
             "are never removed"
         )
-    return schedule
+    # The model knows its prefix; a schedule that is resized for another input must keep all of it.
+    return schedule if schedule.prefix == layout.prefix else replace(schedule, prefix=layout.prefix)
 
 
 def checked_operator(operator: Operator, layout: Layout) -> Operator:

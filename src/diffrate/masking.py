@@ -7,6 +7,8 @@ what the loss would do if they came back.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +32,9 @@ class MaskedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float
     ) -> Tensor:
-        logits = _logits(q, k, key_bias, scale)
-        logits = torch.where(_visible(mask), logits, float("-inf"))
-        log_sum = logits.logsumexp(dim=-1, keepdim=True)
-        out = (logits - log_sum).exp().to(v.dtype) @ v
+        scores = (q * scale) @ k.transpose(-2, -1)
+        weight, log_sum = _pick(_attend, scores)(scores, key_bias, mask)
+        out = weight.to(v.dtype) @ v
         ctx.save_for_backward(q, k, v, key_bias, mask, log_sum, out)
         ctx.scale = scale
         return out
@@ -42,24 +43,55 @@ class MaskedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, key_bias, mask, log_sum, out = ctx.saved_tensors
         grad = grads[0].to(v.dtype)
-        delta = (grad.float() * out.float()).sum(dim=-1, keepdim=True)
-        # What each key would weigh if it were live; for live keys, what it weighs. Capped: a dead key's logit can
-        # lie far above the row's sum, and its gradient only has to be large.
-        weight = (_logits(q, k, key_bias, ctx.scale) - log_sum).clamp_max(20.0).exp()
-        sensitivity = weight * ((grad @ v.transpose(-2, -1)).float() - delta)
-        by_key = sensitivity.sum(dim=1)  # (B, N, N), heads summed
-        grad_mask = by_key.sum(dim=1) - by_key.diagonal(dim1=-2, dim2=-1)
-        visible = _visible(mask)
-        grad_logits = torch.where(visible, sensitivity, 0.0).to(v.dtype)
-        grad_v = torch.where(visible, weight, 0.0).to(v.dtype).transpose(-2, -1) @ grad
-        grad_q = (grad_logits @ k) * ctx.scale
-        grad_k = (grad_logits.transpose(-2, -1) @ q) * ctx.scale
-        grad_bias = grad_logits.float().sum(dim=(1, 2)) if ctx.needs_input_grad[3] else None
-        return grad_q, grad_k, grad_v, grad_bias, grad_mask.to(mask.dtype), None
+        scores = (q * ctx.scale) @ k.transpose(-2, -1)
+        by_weight = grad @ v.transpose(-2, -1)
+        weight, grad_scores, grad_mask = _pick(_sensitivities, scores)(
+            scores, by_weight, key_bias, mask, log_sum, (grad * out).sum(dim=-1, keepdim=True)
+        )
+        grad_v = weight.transpose(-2, -1) @ grad
+        grad_q = (grad_scores @ k) * ctx.scale
+        grad_k = (grad_scores.transpose(-2, -1) @ q) * ctx.scale
+        return grad_q, grad_k, grad_v, None, grad_mask.to(mask.dtype), None
 
 
-def _logits(q: Tensor, k: Tensor, key_bias: Tensor, scale: float) -> Tensor:
-    return (q @ k.transpose(-2, -1)).float() * scale + key_bias[:, None, None]
+def _attend(scores: Tensor, key_bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention weights over what each query sees, and the log-sum of each row."""
+    logits = _at_least_fp32(scores) + key_bias[:, None, None]
+    logits = torch.where(_visible(mask), logits, float("-inf"))
+    log_sum = logits.logsumexp(dim=-1, keepdim=True)
+    return (logits - log_sum).exp().to(scores.dtype), log_sum
+
+
+def _sensitivities(
+    scores: Tensor, by_weight: Tensor, key_bias: Tensor, mask: Tensor, log_sum: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, and the gradients of scores and masks, from that of the weights (B, heads, N, N)."""
+    # What each key would weigh if it were live; for live keys, what it weighs. Capped: a dead key's logit can lie
+    # far above the row's sum, and its gradient only has to be large.
+    weight = (_at_least_fp32(scores) + key_bias[:, None, None] - log_sum).clamp_max(20.0).exp()
+    sensitivity = weight * (by_weight - delta)
+    eye = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    grad_mask = torch.where(eye, 0.0, sensitivity).sum(dim=(1, 2))
+    visible = _visible(mask)
+    return (
+        torch.where(visible, weight, 0.0).to(scores.dtype),
+        torch.where(visible, sensitivity, 0.0).to(scores.dtype),
+        grad_mask,
+    )
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _pick(function: Callable[..., Any], scores: Tensor) -> Callable[..., Any]:
+    """On a GPU the matrices pass through memory once, in one compiled kernel; elsewhere the function as it is."""
+    return _compiled(function) if scores.is_cuda else function
+
+
+def _at_least_fp32(scores: Tensor) -> Tensor:
+    return scores if scores.dtype == torch.float64 else scores.float()
 
 
 def _visible(mask: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
 from diffrate.results import check_target
-from diffrate.search import SearchResult, search
-from diffrate.search.run import RECIPES
+from diffrate.searching import SearchResult, search
+from diffrate.searching.run import RECIPES
 
 SEARCH = "Search"
 
@@ -54,7 +54,9 @@ def search_command(
     ] = "fast",
     steps: Annotated[
         int | None,
-        typer.Option(help="Steps for the first budget; half of them for each next one.", min=1, rich_help_panel=SEARCH),
+        typer.Option(
+            help="Steps for the first budget; half of them for each next one.", min=1, rich_help_panel=SEARCH
+        ),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Images a step, over all processes.", min=1, rich_help_panel=SEARCH)
@@ -64,7 +66,8 @@ def search_command(
     ] = 0.2,
     seed: Annotated[int, typer.Option(help="Seed of the images' order.", min=0, rich_help_panel=SEARCH)] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the search in the output folder.", rich_help_panel=SEARCH)
+        bool,
+        typer.Option("--resume", help="Go on with the search in the output folder.", rich_help_panel=SEARCH),
     ] = False,
     tracker: Annotated[
         str | None,
@@ -73,7 +76,9 @@ def search_command(
     device: o.Device = None,
     amp: Annotated[
         bool | None,
-        typer.Option("--amp/--no-amp", help="Mixed precision; on a GPU unless told not to.", rich_help_panel=o.RUN),
+        typer.Option(
+            "--amp/--no-amp", help="Mixed precision; on a GPU unless told not to.", rich_help_panel=o.RUN
+        ),
     ] = None,
     amp_dtype: o.AmpDtype = "float16",
     json: o.JsonFile = None,
@@ -102,7 +107,9 @@ def search_command(
     if recipe == "paper":
         mix = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=whole.num_classes)
     if tracker:
-        accelerator.init_trackers("diffrate", {"model": model, "budget": budget, "recipe": recipe, "seed": seed})
+        accelerator.init_trackers(
+            "diffrate", {"model": model, "budget": budget, "recipe": recipe, "seed": seed}
+        )
     result = search(
         whole, data, budget, recipe=recipe, steps=steps, batch_size=batch_size, held_out=held_out, mix=mix, seed=seed,
         workers=workers, accelerator=accelerator, output=output, resume=resume, name=model,
@@ -152,5 +159,7 @@ def _show(result: SearchResult, output: Path) -> None:
         text=0,
     )
     if result.unreadable:
-        note(f"{len(result.unreadable)} images could not be read and were skipped: {'; '.join(result.unreadable[:5])}")
+        note(
+            f"{len(result.unreadable)} images could not be read and were skipped: {'; '.join(result.unreadable[:5])}"
+        )
     typer.echo(f"{result.seconds:.1f} s; written to {output}")

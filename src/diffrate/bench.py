@@ -1,0 +1,98 @@
+"""What a search step costs, against a plain forward and backward pass of the same frozen model in the same run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from diffrate.backbones import Backbone, backbone_of
+from diffrate.compressed import checked_operator
+from diffrate.costs.macs import MacCost
+from diffrate.devices import autocast, now
+from diffrate.searching import fast, paper
+from diffrate.searching.budget import Space
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Median milliseconds of a step with the spread of the middle half, and peak memory above the model's own."""
+
+    name: str
+    ms: float
+    spread_ms: float
+    peak_gib: float | None  # None where the device does not tell
+
+
+def bench_search(
+    model: nn.Module,
+    batch_size: int = 256,
+    budget_share: float = 0.6,
+    device: torch.device | str = "cpu",
+    amp: bool = True,
+    amp_dtype: str = "float16",
+    repeats: int = 20,
+) -> list[StepTime]:
+    """Time a plain forward+backward and a step of each recipe on random images and labels, in turns."""
+    where = torch.device(device)
+    model = model.to(where).eval().requires_grad_(False)
+    backbone = backbone_of(model)
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    budget = budget_share * space.cost.of_schedule(None)
+    layout = backbone.layout
+    images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=where)
+    classes = int(getattr(model, "num_classes", 1000))
+    labels = torch.randint(0, classes, (batch_size,), device=where)
+    steps = 10 * repeats
+    by_masks = paper.PaperRecipe(
+        backbone, space, checked_operator(paper.OPERATOR, layout), budget, steps, lambda x: x, where
+    )
+    operator = checked_operator(fast.OPERATOR, layout)
+    by_slopes = fast.FastRecipe(
+        backbone, space, operator, budget, fast.starts(space, budget)[0], steps, 0, lambda x: x
+    )
+
+    def slopes() -> None:
+        with torch.no_grad():
+            by_slopes.step(images, labels, model(images))
+
+    runs: dict[str, Callable[[], object]] = {
+        "plain forward + backward": lambda: plain_step(backbone, images, labels),
+        "paper recipe step": lambda: by_masks.step(images, labels, labels),
+        "fast recipe step": slopes,
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    peaks: dict[str, float] = {}
+    for repeat in range(repeats + 3):
+        for name, run in runs.items():
+            if where.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(where)
+                before = torch.cuda.memory_allocated(where)
+            started = now(where)
+            with autocast(where, amp, amp_dtype):
+                run()
+            seconds = now(where) - started
+            if repeat >= 3:  # warmed up
+                times[name].append(1000 * seconds)
+            if where.type == "cuda":
+                peaks[name] = (torch.cuda.max_memory_allocated(where) - before) / 2**30
+    return [StepTime(name, statistics.median(ms), _spread(ms), peaks.get(name)) for name, ms in times.items()]
+
+
+def plain_step(backbone: Backbone, images: Tensor, labels: Tensor) -> None:
+    """Forward and backward to the tokens of the first block: all that a frozen model can be asked for."""
+    x = backbone.embed(images).detach().requires_grad_(True)
+    y = x
+    for i in range(backbone.layout.depth):
+        y = backbone.block(i, y)
+    logits = backbone.model.forward_head(backbone.norm(y))  # type: ignore[operator]
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    nn.functional.cross_entropy(logits.float(), labels).backward()
+
+
+def _spread(values: list[float]) -> float:
+    low, _, high = statistics.quantiles(values, n=4)
+    return high - low
