@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from hypothesis import settings
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -20,6 +21,8 @@ from diffrate.cli.app import main
 
 # Models here are tiny: on a busy machine, threads that wait for each other cost far more than they save.
 torch.set_num_threads(1)
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 TINY = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 32, "num_heads": 2, "num_classes": 3}
 TINY_FLAGS = [

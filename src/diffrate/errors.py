@@ -7,3 +7,10 @@ class DiffRateError(ValueError):
 
 class UnsupportedModelError(DiffRateError):
     """A model that cannot be compressed correctly, refused when it is wrapped."""
+
+
+def shown(value: object) -> str:
+    """A value as a sentence shows it: short, and never an integer of more digits than Python is willing to print."""
+    if isinstance(value, int) and abs(value) >= 10**12:
+        return "a huge number"
+    return f"{value!r:.40}"

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
 
 IMPORTANCES = ("auto", "class-attention", "image-attention", "class-attention-value", "random")
 OPERATIONS = ("prune-merge", "merge-prune", "prune", "merge")
@@ -44,11 +44,11 @@ class Operator:
         for field, allowed in _ALLOWED.items():
             value = getattr(self, field)
             if value not in allowed:
-                raise DiffRateError(f"{field} must be one of {', '.join(allowed)}, not {value!r}")
+                raise DiffRateError(f"{field} must be one of {', '.join(allowed)}, not {shown(value)}")
         if not isinstance(self.proportional, bool):
-            raise DiffRateError(f"proportional must be true or false, not {self.proportional!r}")
+            raise DiffRateError(f"proportional must be true or false, not {shown(self.proportional)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
-            raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {self.seed!r}")
+            raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {shown(self.seed)}")
 
     def changed(self, **changes: Any) -> Operator:
         """A copy with every change that is not None."""
@@ -60,6 +60,6 @@ class Operator:
             raise DiffRateError("the operator in a schedule file must be an object")
         unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
-            names = ", ".join(sorted(map(repr, unknown)))
+            names = ", ".join(sorted(map(shown, unknown)))
             raise DiffRateError(f"the operator in a schedule file has unknown fields: {names}")
         return cls(**values)

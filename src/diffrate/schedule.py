@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
 from diffrate.operator import Operator
 
 FORMAT = "diffrate.schedule"
@@ -56,8 +56,8 @@ class Schedule:
             raise ScheduleError(
                 f"prune has {len(self.prune)} blocks and merge has {len(self.merge)}: give one count a block in each"
             )
-        if isinstance(self.prefix, bool) or not isinstance(self.prefix, int) or self.prefix < 0:
-            raise ScheduleError(f"prefix must be a whole number of at least 0, not {self.prefix!r}")
+        if type(self.prefix) is not int or not 0 <= self.prefix <= MOST_TOKENS:
+            raise ScheduleError(f"prefix must be a whole number of at least 0, not {shown(self.prefix)}")
         if self.prune[0] != self.merge[0]:
             raise ScheduleError(
                 "the first block is never compressed, so its two counts must be equal: "
@@ -144,16 +144,16 @@ class Schedule:
         """The schedule in a decoded JSON file; ScheduleError for anything that is not one."""
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ScheduleError(f'this is no schedule: it has no "format": "{FORMAT}"')
-        if values.get("version") != VERSION:
+        if type(values.get("version")) is not int or values["version"] != VERSION:
             raise ScheduleError(
-                f"schedule version {values.get('version')!r} is not known here, only {VERSION}"
+                f"schedule version {shown(values.get('version'))} is not known here, only {VERSION}"
             )
         known = {"model", "img_size", "prefix", "prune", "merge", "operator", "cost", "made"}
         missing = {"prune", "merge"} - set(values)
         unknown = set(values) - known - {"format", "version"}
         if missing or unknown:
             what = "lacks" if missing else "has unknown fields"
-            raise ScheduleError(f"the schedule {what} {', '.join(sorted(map(repr, missing or unknown)))}")
+            raise ScheduleError(f"the schedule {what} {', '.join(sorted(map(shown, missing or unknown)))}")
         fields = {k: v for k, v in values.items() if k in known}
         if "operator" in fields:
             fields["operator"] = Operator.from_dict(fields["operator"])
@@ -163,21 +163,27 @@ class Schedule:
             if not isinstance(fields.get(name, {}), dict):
                 raise ScheduleError(f"{name} in a schedule must be an object")
         for metric, value in fields.get("cost", {}).items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ScheduleError(f"cost {metric!r} in a schedule must be a number")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+                raise ScheduleError(f"cost {shown(metric)} in a schedule must be a finite number")
         return cls(**fields)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the schedule as JSON; a reader never sees half of it."""
-        write_text(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
+        try:
+            text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ScheduleError(f"cannot write this schedule as JSON: {error}") from error
+        write_text(Path(path), text + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
         path = Path(path)
         try:
-            if path.stat().st_size > LONGEST_FILE:
+            with path.open("rb") as file:
+                text = file.read(LONGEST_FILE + 1)
+            if len(text) > LONGEST_FILE:
                 raise ScheduleError(f"{path} is too large to be a schedule")
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
         except OSError as error:
             raise ScheduleError(f"cannot read the schedule {path}: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
@@ -215,10 +221,10 @@ def _counts(name: str, values: Iterable[int]) -> tuple[int, ...]:
         raise ScheduleError(f"{name} is empty: give one count a block")
     for block, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int):
-            raise ScheduleError(f"{name}[{block}] must be a whole number, not {count!r:.40}")
+            raise ScheduleError(f"{name}[{block}] must be a whole number, not {shown(count)}")
         if not 1 <= count <= MOST_TOKENS:
             raise ScheduleError(
-                f"{name}[{block}] is {_short(count)}: a block keeps between 1 and {MOST_TOKENS} tokens"
+                f"{name}[{block}] is {shown(count)}: a block keeps between 1 and {MOST_TOKENS} tokens"
             )
     return counts
 
@@ -230,5 +236,13 @@ def _img_size(value: Any) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def _short(count: int) -> str:
-    return str(count) if abs(count) < 10**12 else "a huge number"
+def _no_constant(name: str) -> None:
+    raise ScheduleError(f"{name} is no number")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        repeated = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ScheduleError(f"{shown(repeated)} is there twice")
+    return values
