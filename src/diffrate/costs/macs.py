@@ -85,11 +85,12 @@ def _embedding_macs(backbone: Backbone) -> float:
     parameter = next(model.parameters())
     image = torch.zeros(1, layout.in_chans, *layout.img_size, dtype=parameter.dtype, device=parameter.device)
     counter = FlopCounterMode(display=False)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()  # a stem's batch norm must not learn from the blank image
     try:
         with torch.no_grad(), counter:
             backbone.embed(image)
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
     return float(counter.get_total_flops()) / 2
