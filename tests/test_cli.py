@@ -192,20 +192,12 @@ def test_operator_options_reach_the_model(
 # --- help, and the program itself ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["schedules", "macs", "compress", "eval", "demo"])
+@pytest.mark.parametrize("command", ["schedules", "macs", "compress", "eval"])
 def test_help_shows_an_example(diffrate_cli: Cli, command: str) -> None:
     ran = diffrate_cli(command, "--help")
     assert ran.code == 0
     assert f"Example: diffrate {command}" in ran.out
     assert "--json" in ran.out
-
-
-def test_demo(diffrate_cli: Cli, tmp_path: Path) -> None:
-    ran = diffrate_cli("demo", "--json", tmp_path / "out.json")
-    assert ran.code == 0, ran.err
-    results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert results["gmacs"]["compressed"] < results["gmacs"]["uncompressed"]
-    assert results["identical_without_schedule"]
 
 
 def test_version(diffrate_cli: Cli) -> None:

@@ -12,22 +12,25 @@ import typer
 from diffrate.cli.output import show_table
 from diffrate.demo import IMAGES, Contender
 from diffrate.demo import demo as run_demo
+from diffrate.embedded import SPLITS
 
 
 def demo(
     output: Annotated[
         Path, typer.Option(help="Folder for schedule.json, results.json and tokens.png.")
     ] = Path("demo-out"),
-    images: Annotated[int, typer.Option(help="Test images to compare on, at most 2,000.")] = IMAGES,
+    images: Annotated[
+        int, typer.Option(help=f"Test images to compare on, at most {SPLITS['test']:,}.")
+    ] = IMAGES,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
 ) -> None:
     """Halve the cost of a small vision transformer, and see what that does to its accuracy and speed.
 
-    The model and its Fashion-MNIST images ship with the package. The demo searches on 1,000 images how many tokens each
-    block may keep at half the MACs, and compares that schedule with two simple ones of the same cost: ToMe-like (the
-    same number of tokens merged in every block) and EViT-like (pruning in three steps). Each row says how accuracy and
-    loss differ from the uncompressed model on the same test images, with the standard error of that difference, and how
-    fast the model ran on this machine. Takes 2 to 3 minutes on two CPU cores.
+    The model and its Fashion-MNIST images ship with the package. The demo searches how many tokens each block may keep
+    at half the MACs, on images kept for that, and compares the schedule with two simple ones of the same cost:
+    ToMe-like (the same number of tokens merged in every block) and EViT-like (pruning in three steps). Each row says
+    how accuracy and loss differ from the uncompressed model on the same test images, with the standard error of that
+    difference, and how fast the model ran on this machine. Takes 2 to 3 minutes on two CPU cores.
 
     What comes next is your own model: diffrate search --help, diffrate eval --help.
 
