@@ -1,0 +1,251 @@
+"""Pruning, merging and the patch map against loops over single tokens, for any shape, tie and operation."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffrate.operator import CHOICES, MEANS, OPERATIONS, Operator
+from diffrate.reduction import merge_last, most_similar, move_patches, rank, reduce_tokens, restore
+from diffrate.tokens import Tokens, start
+
+
+@st.composite
+def cases(draw):
+    """(tokens with patch map, importance, prune, merge): random, or with tied importances and equal tokens."""
+    prefix, images = draw(st.integers(0, 3)), draw(st.integers(1, 12))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    n = prefix + images
+    x = torch.randn(2, n, 4, generator=generator)
+    importance = torch.rand(2, images, generator=generator)
+    match draw(st.sampled_from(["random", "ties", "equal tokens", "opposite tokens"])):
+        case "ties":
+            importance = (importance * 2).round()
+        case "equal tokens":
+            x = x[:, :1].expand(-1, n, -1).clone()
+        case "opposite tokens":
+            x = x[:, :1] * torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0)[None, :, None]
+    least = max(prefix, 1)
+    prune = draw(st.integers(least, n))
+    merge = draw(st.integers(least, prune))
+    tokens = start(x, prefix, track=True)
+    if draw(st.booleans()):
+        tokens = Tokens(x, prefix, 1 + 3 * torch.rand(2, n, generator=generator), tokens.patches)
+    return tokens, importance, prune, merge
+
+
+operators = st.builds(
+    Operator,
+    operation=st.sampled_from(OPERATIONS),
+    mean=st.sampled_from(MEANS),
+    choice=st.sampled_from(CHOICES),
+)
+
+
+def slow_rank(importance, prefix):
+    scores = importance.tolist()
+    return [*range(prefix), *sorted(range(prefix, prefix + len(scores)), key=lambda j: -scores[j - prefix])]
+
+
+def cosine(a, b):
+    return float(torch.cosine_similarity(a.double(), b.double(), dim=0, eps=1e-12))
+
+
+def slow_prune_merge(x, size, importance, prefix, prune, merge, mean):
+    """The paper's step on one image: kept token -> (features, size, members), in ranked order."""
+    order = slow_rank(importance, prefix)
+    kept, joiners = order[:merge], order[merge:prune]
+    members, grown = {j: [j] for j in kept}, {j: float(size[j]) for j in kept}
+    if merge > prefix:
+        for j in joiners:
+            best = max(kept[prefix:], key=lambda t: cosine(x[j], x[t]))
+            members[best].append(j)
+            grown[best] += float(size[j]) * cosine(x[j], x[best])
+    weigh = {
+        "plain": lambda j: 1.0,
+        "size": lambda j: float(size[j]),
+        "attention": lambda j: max(float(importance[j - prefix]), 1e-38) if j >= prefix else 1.0,
+    }[mean]
+    out = []
+    for j in kept:
+        total = sum(weigh(m) for m in members[j])
+        out.append(
+            (sum(x[m].double() * (weigh(m) / total) for m in members[j]), max(grown[j], 1.0), members[j])
+        )
+    return out
+
+
+@given(cases(), st.sampled_from(MEANS))
+def test_prune_then_merge_is_the_slow_loop(case, mean):
+    tokens, importance, prune, merge = case
+    # Which of two equally similar targets is taken is not defined: nudge ties apart without changing the rest.
+    x = tokens.x + 0.05 * torch.randn(tokens.x.shape, generator=torch.Generator().manual_seed(0))
+    tokens = tokens.with_features(x)
+    reduced = reduce_tokens(tokens, importance, prune, merge, Operator(mean=mean))
+    for b in range(2):
+        sizes = tokens.sizes()[b]
+        slow = slow_prune_merge(x[b], sizes, importance[b], tokens.prefix, prune, merge, mean)
+        assert reduced.count == merge == len(slow)
+        for t, (features, size, members) in enumerate(slow):
+            torch.testing.assert_close(reduced.x[b, t].double(), features, rtol=1e-4, atol=1e-5)
+            assert reduced.sizes()[b, t].item() == pytest.approx(size, rel=1e-4)
+            patches = [m - tokens.prefix for m in members if m >= tokens.prefix]
+            assert sorted((reduced.patches[b] == t).nonzero().flatten().tolist()) == sorted(patches)
+
+
+@given(cases(), operators)
+def test_every_operation_keeps_the_count_the_prefix_and_the_map(case, operator):
+    tokens, importance, prune, merge = case
+    reduced = reduce_tokens(tokens, importance, prune, merge, operator)
+    prefix = tokens.prefix
+    assert reduced.count == merge
+    assert torch.equal(reduced.x[:, :prefix], tokens.x[:, :prefix])
+    assert torch.equal(reduced.sizes()[:, :prefix], tokens.sizes()[:, :prefix])
+    assert reduced.x.isfinite().all()
+    assert reduced.sizes().min() >= 1
+    if (key_bias := reduced.key_bias()) is not None:
+        assert key_bias.isfinite().all()
+
+    # Every patch has a live image token, or is marked as pruned with a stand-in that is live.
+    patches = reduced.patches
+    live, gone = patches[patches >= 0], ~patches[patches < 0]
+    assert (live >= prefix).all()
+    assert (live < merge).all()
+    assert (gone < merge).all()
+    assert (gone >= (prefix if merge > prefix else 0)).all()
+    for b in range(2):  # and every image token that is left stands for at least one patch
+        assert set(range(prefix, merge)) <= set(patches[b].tolist())
+
+
+@given(cases(), operators)
+def test_how_many_patches_are_pruned(case, operator):
+    tokens, importance, prune, merge = case
+    patches = reduce_tokens(tokens, importance, prune, merge, operator).patches
+    n, prefix = tokens.count, tokens.prefix
+    pruned = (patches < 0).sum(dim=1).tolist()
+    if merge == prefix:  # nothing is left to merge into
+        assert pruned == [n - prefix] * 2
+    elif operator.operation == "prune":
+        assert pruned == [n - merge] * 2
+    elif operator.operation == "merge":
+        assert pruned == [0] * 2
+    elif operator.operation == "prune-merge":
+        assert pruned == [n - prune] * 2
+    else:  # merged tokens may hold several patches, and merging spares the (prune - merge) last ones
+        assert all(count >= n - prune for count in pruned)
+
+
+@given(cases())
+def test_pruning_keeps_the_most_important_as_they_were(case):
+    tokens, importance, _, merge = case
+    reduced = reduce_tokens(tokens, importance, merge, merge, Operator(operation="prune"))
+    for b in range(2):
+        order = slow_rank(importance[b], tokens.prefix)[:merge]
+        assert torch.equal(reduced.x[b], tokens.x[b, order])
+        assert torch.equal(reduced.sizes()[b], tokens.sizes()[b, order])
+
+
+@given(cases())
+def test_merge_then_prune_drops_the_least_important_of_what_merging_left(case):
+    tokens, importance, prune, merge = case
+    n = tokens.count
+    reduced = reduce_tokens(tokens, importance, prune, merge, Operator(operation="merge-prune"))
+    merged = reduce_tokens(tokens, importance, n, max(n - (prune - merge), 1), Operator(operation="merge"))
+    assert torch.equal(reduced.x, merged.x[:, :merge])
+    assert torch.equal(reduced.sizes(), merged.sizes()[:, :merge])
+
+
+@given(cases(), operators)
+def test_restore_covers_each_patch_once(case, operator):
+    tokens, importance, prune, merge = case
+    reduced = reduce_tokens(tokens, importance, prune, merge, operator)
+    grid = restore(reduced.x, reduced.patches)
+    assert grid.shape == (2, tokens.count - tokens.prefix, 4)
+    for b in range(2):
+        for p, t in enumerate(reduced.patches[b].tolist()):
+            assert torch.equal(grid[b, p], reduced.x[b, t if t >= 0 else -t - 1])
+
+
+@given(cases())
+def test_a_pruned_patch_is_stood_in_for_by_the_most_similar_image_token(case):
+    tokens, importance, _, merge = case
+    reduced = reduce_tokens(tokens, importance, merge, merge, Operator(operation="prune"))
+    first = tokens.prefix if merge > tokens.prefix else 0
+    for b in range(2):
+        for p, t in enumerate(reduced.patches[b].tolist()):
+            if t < 0:
+                gone = tokens.x[b, tokens.prefix + p]
+                best = max(cosine(gone, other) for other in reduced.x[b, first:])
+                assert cosine(gone, reduced.x[b, ~t]) == pytest.approx(best, abs=1e-5)
+
+
+@given(st.data())
+def test_two_moves_of_patches_are_one(data):
+    """Moving by a then by b is moving by b(a(.)), and what was pruned on the way stays pruned."""
+    n, middle, last, count = (data.draw(st.integers(1, 6)) for _ in range(4))
+
+    def places(low, high, size):
+        return torch.tensor([data.draw(st.lists(st.integers(low, high), min_size=size, max_size=size))])
+
+    patches = places(-n, n - 1, count)
+    a, b = places(-middle, middle - 1, n), places(-last, last - 1, middle)
+    moved = move_patches(move_patches(patches, a), b)
+    for p in range(count):
+        was = patches[0, p].item()
+        via = a[0, was if was >= 0 else ~was].item()
+        to = b[0, via if via >= 0 else ~via].item()
+        pruned = was < 0 or via < 0 or to < 0
+        token = to if to >= 0 else ~to
+        assert moved[0, p].item() == (~token if pruned else token)
+
+
+def test_ties_go_to_the_earlier_token():
+    assert rank(torch.tensor([[1.0, 2.0, 2.0, 1.0]]), prefix=1).tolist() == [[0, 2, 3, 1, 4]]
+
+
+def test_one_image_token():
+    tokens = start(torch.randn(2, 2, 4), 1, track=True)
+    reduced = reduce_tokens(tokens, torch.ones(2, 1), 1, 1, Operator())
+    assert torch.equal(reduced.x, tokens.x[:, :1])
+    assert reduced.patches.tolist() == [[~0], [~0]]
+    kept = reduce_tokens(tokens, torch.ones(2, 1), 2, 2, Operator())
+    assert kept.patches.tolist() == [[1], [1]]
+
+
+def test_negative_similarity_never_takes_a_size_below_one():
+    x = torch.tensor([[[1.0, 0.0], [-1.0, 0.0], [-1.0, 0.1]]])
+    tokens = Tokens(x, 0, torch.tensor([[2.0, 5.0, 5.0]]))
+    merged, _ = merge_last(tokens, None, 1)
+    assert merged.size.tolist() == [[1.0]]
+    assert merged.key_bias().tolist() == [[0.0]]
+
+
+def test_merging_half_precision_features_neither_overflows_nor_drifts():
+    x = torch.full((1, 401, 4), 300.0, dtype=torch.float16)  # a sum of 400 would be infinite
+    merged, _ = merge_last(start(x, 0, track=False), None, 1)
+    assert merged.x.dtype == torch.float16
+    torch.testing.assert_close(merged.x, x[:, :1], rtol=0.02, atol=0)
+    assert merged.size.item() == pytest.approx(401, rel=1e-3)
+
+
+def test_cost_choice_merges_the_tokens_that_lose_least():
+    """Of the two last of four tokens one must go: the less important is unlike all others, so the other one joins."""
+    x = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.01, 0.0], [0.0, 0.0, 1.0]]])
+    importance = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    tokens = start(x, 0, track=True)
+    by_rank = reduce_tokens(tokens, importance, 4, 3, Operator(choice="rank"))
+    by_cost = reduce_tokens(tokens, importance, 4, 3, Operator(choice="cost"))
+    assert by_rank.patches[0, 3].item() in (0, 1, 2)
+    assert by_cost.patches[0, 2].item() == by_cost.patches[0, 0].item() == 0
+    assert (by_cost.patches == by_cost.patches[0, 3]).sum() == 1
+    assert by_cost.size.sum().item() == pytest.approx(4, abs=1e-3)
+
+
+def test_most_similar_is_by_angle_not_length():
+    similarity, index = most_similar(torch.tensor([[[2.0, 0.0]]]), torch.tensor([[[9.0, 9.0], [0.1, 0.0]]]))
+    assert index.item() == 1
+    assert math.isclose(similarity.item(), 1.0, rel_tol=1e-6)
+    zero, _ = most_similar(torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
+    assert zero.item() == 0
