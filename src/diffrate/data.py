@@ -279,9 +279,16 @@ def search_datasets(
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     shared: dict[str, Any] = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
     light = {"scale": (0.35, 1.0), "color_jitter": None, "re_prob": 0.0}
-    strong = {"auto_augment": "rand-m9-mstd0.5-inc1", "color_jitter": None, "re_prob": 0.25, "re_mode": "pixel"}
+    strong = {
+        "auto_augment": "rand-m9-mstd0.5-inc1",
+        "color_jitter": None,
+        "re_prob": 0.25,
+        "re_mode": "pixel",
+    }
     augment = create_transform(is_training=True, **shared, **(strong if heavy else light))
-    plain = create_transform(is_training=False, crop_pct=config["crop_pct"], crop_mode=config["crop_mode"], **shared)
+    plain = create_transform(
+        is_training=False, crop_pct=config["crop_pct"], crop_mode=config["crop_mode"], **shared
+    )
     found = build_dataset(data_dir, dataset, split, class_map, labels, grey=config["input_size"][0] == 1)
     if labels:
         _check_labels(found, model)

@@ -32,6 +32,8 @@ class MaskedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float
     ) -> Tensor:
+        ctx.keys = k.shape[2]
+        k, v, key_bias, mask = _padded(k, v, key_bias, mask)
         scores = (q * scale) @ k.transpose(-2, -1)
         weight, log_sum = _pick(_attend, scores)(scores, key_bias, mask)
         out = weight.to(v.dtype) @ v
@@ -51,13 +53,27 @@ class MaskedAttention(torch.autograd.Function):
         grad_v = weight.transpose(-2, -1) @ grad
         grad_q = (grad_scores @ k) * ctx.scale
         grad_k = (grad_scores.transpose(-2, -1) @ q) * ctx.scale
-        return grad_q, grad_k, grad_v, None, grad_mask.to(mask.dtype), None
+        n = ctx.keys
+        return grad_q, grad_k[:, :, :n], grad_v[:, :, :n], None, grad_mask[:, :n].to(mask.dtype), None
+
+
+def _padded(k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Dead keys up to a multiple of eight: matrix units want rows of 16 bytes, and 197 tokens have none."""
+    more = -k.shape[2] % 8
+    if more == 0:
+        return k, v, key_bias, mask
+    return (
+        F.pad(k, (0, 0, 0, more)),
+        F.pad(v, (0, 0, 0, more)),
+        F.pad(key_bias, (0, more)),
+        F.pad(mask, (0, more)),
+    )
 
 
 def _attend(scores: Tensor, key_bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Attention weights over what each query sees, and the log-sum of each row."""
     logits = _at_least_fp32(scores) + key_bias[:, None, None]
-    logits = torch.where(_visible(mask), logits, float("-inf"))
+    logits = torch.where(_visible(scores, mask), logits, float("-inf"))
     log_sum = logits.logsumexp(dim=-1, keepdim=True)
     return (logits - log_sum).exp().to(scores.dtype), log_sum
 
@@ -70,9 +86,8 @@ def _sensitivities(
     # far above the row's sum, and its gradient only has to be large.
     weight = (_at_least_fp32(scores) + key_bias[:, None, None] - log_sum).clamp_max(20.0).exp()
     sensitivity = weight * (by_weight - delta)
-    eye = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-    grad_mask = torch.where(eye, 0.0, sensitivity).sum(dim=(1, 2))
-    visible = _visible(mask)
+    grad_mask = torch.where(_itself(scores), 0.0, sensitivity).sum(dim=(1, 2))
+    visible = _visible(scores, mask)
     return (
         torch.where(visible, weight, 0.0).to(scores.dtype),
         torch.where(visible, sensitivity, 0.0).to(scores.dtype),
@@ -94,10 +109,16 @@ def _at_least_fp32(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-def _visible(mask: Tensor) -> Tensor:
-    """(B, 1, N, N): live keys for every query, and every query for itself."""
-    eye = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-    return ((mask > 0.5)[:, None, :] | eye).unsqueeze(1)
+def _visible(scores: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1, N, keys): live keys for every query, and every query for itself."""
+    return ((mask > 0.5)[:, None, :] | _itself(scores)).unsqueeze(1)
+
+
+def _itself(scores: Tensor) -> Tensor:
+    """(N, keys): where a query meets itself."""
+    queries, keys = scores.shape[-2:]
+    device = scores.device
+    return torch.arange(queries, device=device)[:, None] == torch.arange(keys, device=device)[None]
 
 
 @dataclass(frozen=True)
@@ -181,11 +202,13 @@ def _merge(
         total = torch.where(joins, 0.0, weight).scatter_add(1, index, torch.where(joins, weight, 0.0))
         share = weight / total.gather(1, index)
         grown = image_size.scatter_add(1, index, image_size * similarity).clamp_min(1.0)
-    parts = image * share.unsqueeze(-1).to(image.dtype)
-    # A joiner keeps its own features for itself: it is masked from here on, and its gradient asks what if not.
-    stayed = torch.where(joins.unsqueeze(-1), image, parts)
-    added = torch.where(joins.unsqueeze(-1), parts, torch.zeros_like(parts))
-    merged = stayed.scatter_add(1, index.unsqueeze(-1).expand_as(parts), added)
+        # As a matrix: row j sends its share to its target. A joiner keeps its own features for itself: it is masked
+        # from here on, and its gradient asks what if it were not.
+        move = torch.zeros_like(cosine).scatter_(2, index.unsqueeze(-1), share.unsqueeze(-1).to(cosine.dtype))
+        own = torch.where(joins, 0.0, share - 1.0).to(cosine.dtype)
+        move.diagonal(dim1=1, dim2=2).copy_(own)
+    # Only the change goes through the product, so that tokens which merge with nothing keep every bit.
+    merged = image + move.transpose(1, 2).to(image.dtype) @ image
     return torch.cat([x[:, :prefix], merged], dim=1), torch.cat([size[:, :prefix], grown], dim=1)
 
 

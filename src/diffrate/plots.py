@@ -12,7 +12,9 @@ def kept_plot(history: list[dict[str, Any]], path: Path) -> None:
 
     budgets = list(dict.fromkeys(entry["budget"] for entry in history))
     figure = Figure(figsize=(5 * max(len(budgets), 1), 4), layout="constrained")
-    for axes, budget in zip(figure.subplots(1, max(len(budgets), 1), squeeze=False)[0], budgets, strict=False):
+    for axes, budget in zip(
+        figure.subplots(1, max(len(budgets), 1), squeeze=False)[0], budgets, strict=False
+    ):
         entries = [entry for entry in history if entry["budget"] == budget]
         for i in range(0, len(entries), max(1, len(entries) // 30)):
             shade = 0.1 + 0.5 * i / max(len(entries) - 1, 1)

@@ -54,6 +54,8 @@ def proxy_of(probability: Tensor, candidates: Tensor, reach: Tensor) -> Kept:
 
 def hard_mask(kept: Kept, block: int, rank: Tensor) -> Tensor:
     """(B, P) 0/1 mask `rank < count` whose gradient goes to the keep probability of each rank (eq. 7 and 10)."""
-    soft = kept.keep[block][rank]
+    soft = (
+        kept.keep[block].expand(rank.shape[0], -1).gather(1, rank)
+    )  # indexing would sort in its backward pass
     hard = (rank < kept.count[block].detach()).to(soft.dtype)
     return hard + (soft - soft.detach())

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diffrate.bench import bench_search
+from diffrate.bench import StepTime, bench_search
 from diffrate.cli import options as o
 from diffrate.cli.output import save_json, show_table
 from diffrate.devices import resolve_device
@@ -46,21 +46,14 @@ def bench_command(
         )
         for name in model
     }
+    columns = ["model", "step", "ms", "± ms", "x plain", "peak GiB"]
     show_table(
-        ["model", "step", "ms", "± ms", "x plain", "peak GiB"],
-        [
-            [
-                name,
-                t.name,
-                f"{t.ms:.1f}",
-                f"{t.spread_ms:.1f}",
-                f"{t.ms / times[0].ms:.2f}",
-                "" if t.peak_gib is None else f"{t.peak_gib:.2f}",
-            ]
-            for name, times in results.items()
-            for t in times
-        ],
-        text=2,
+        columns, [[name, *_cells(t, times[0])] for name, times in results.items() for t in times], text=2
     )
     rows = {name: [asdict(t) for t in times] for name, times in results.items()}
     save_json(json, {"batch_size": batch_size, "amp": amp_dtype if amp else None, "steps": rows}, where)
+
+
+def _cells(t: StepTime, plain: StepTime) -> list[str]:
+    memory = "" if t.peak_gib is None else f"{t.peak_gib:.2f}"
+    return [t.name, f"{t.ms:.1f}", f"{t.spread_ms:.1f}", f"{t.ms / plain.ms:.2f}", memory]

@@ -87,7 +87,7 @@ def search_command(
 
     About 1,000 images are enough, with or without classes. Several processes: accelerate launch -m diffrate search …
 
-    Example: diffrate search --model deit_small_patch16_224 --pretrained --data-dir images --budget 60% --output runs/deit
+    Example: diffrate search --model deit_small_patch16_224 --data-dir images --budget 60% --output runs/deit
     """
     check_target(json)
     if recipe not in RECIPES:

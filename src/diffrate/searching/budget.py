@@ -63,8 +63,7 @@ class Space:
 
 def parse_budgets(text: str, whole: float) -> list[float]:
     """GMACs of "0.8G", "60%" or several with commas, largest first; `whole` is the uncompressed model's."""
-    budgets = sorted({_parse(part.strip(), whole) for part in text.split(",")}, reverse=True)
-    return budgets
+    return sorted({_parse(part.strip(), whole) for part in text.split(",")}, reverse=True)
 
 
 def _parse(text: str, whole: float) -> float:
@@ -118,7 +117,9 @@ def project(counts: Tensor, budget: float, space: Space, step: Tensor) -> Tensor
 def rounded(counts: Tensor, budget: float, space: Space) -> list[int]:
     """Whole counts at most `budget`: rounded down, then raised by the largest remainders while the budget allows."""
     whole = torch.maximum((counts + 1e-6).floor(), space.least)
-    for block in reversed(range(len(whole))):  # a bound may have been rounded up to: take from the end, which keeps order
+    for block in reversed(
+        range(len(whole))
+    ):  # a bound may have been rounded up to: take from the end, which keeps order
         while float(space.gmacs(whole)) > budget and whole[block] > space.least[block]:
             whole[block] -= 1
     for block in (counts - whole).argsort(descending=True).tolist():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffrate.search.budget import Space, project
+from diffrate.searching.budget import Space, project
 
 
 @dataclass
@@ -53,7 +53,9 @@ class Descent:
     def update(self, slopes: Tensor) -> None:
         """One step down `slopes` (L,), the measured change of the loss per token in each block."""
         progress = self.done / max(self.steps - 1, 1)
-        length = self.last_step + (self.first_step - self.last_step) * 0.5 * (1 + math.cos(math.pi * progress))
+        length = self.last_step + (self.first_step - self.last_step) * 0.5 * (
+            1 + math.cos(math.pi * progress)
+        )
         direction = self.scale() * torch.where(self.space.free, slopes, torch.zeros_like(slopes))
         # Only what trades tokens between blocks counts: the share along the budget is undone by the projection.
         normal = self.along_budget()

@@ -16,9 +16,9 @@ from torch import Tensor
 from diffrate.backbones import Backbone
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
-from diffrate.search.budget import Space, project, rounded
-from diffrate.search.descent import Descent, perturbed
-from diffrate.search.slopes import variant_logits
+from diffrate.searching.budget import Space, project, rounded
+from diffrate.searching.descent import Descent, perturbed
+from diffrate.searching.slopes import variant_logits
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
 SHARE = 0.1  # of a block's tokens, by which its count is changed to measure the slope
@@ -55,7 +55,9 @@ class FastRecipe:
         sums = self.reduce(torch.cat([sums, sums.new_tensor([images.shape[0]])])).cpu()
         losses = sums[:-1] / sums[-1]
         difference = torch.tensor(changed, dtype=torch.float64) - torch.tensor(kept, dtype=torch.float64)
-        slopes = torch.where(difference == 0, 0.0, (losses[1:] - losses[0]) / difference.where(difference != 0, 1.0))
+        slopes = torch.where(
+            difference == 0, 0.0, (losses[1:] - losses[0]) / difference.where(difference != 0, 1.0)
+        )
         self.descent.update(slopes)
         return float(losses[0])
 

@@ -59,7 +59,9 @@ class SearchImages:
     def __init__(self, augmented: Dataset[Any], plain: Dataset[Any], held_out: float, seed: int) -> None:
         count = len(augmented)  # type: ignore[arg-type]
         if count < FEWEST:
-            raise DiffRateError(f"a search needs at least {FEWEST} images, and about 1,000 to be good; here are {count}")
+            raise DiffRateError(
+                f"a search needs at least {FEWEST} images, and about 1,000 to be good; here are {count}"
+            )
         if count != len(plain):  # type: ignore[arg-type]
             raise DiffRateError("the augmented and the plain images of a search must be the same ones")
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -84,13 +86,15 @@ class SearchImages:
         steps = [self.keys(step, batch_size)[process::processes] for step in range(first, last)]
         return _load(self.augmented, steps, workers)
 
-    def held_out_batches(self, batch_size: int, workers: int, process: int = 0, processes: int = 1) -> Iterator[Batch]:
+    def held_out_batches(
+        self, batch_size: int, workers: int, process: int = 0, processes: int = 1
+    ) -> Iterator[Batch]:
         mine = [(index, 0) for index in self.held_out[process::processes]]
         return _load(self.plain, [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)], workers)
 
 
 def _load(dataset: SeededItems, keys: Sequence[list[tuple[int, int]]], workers: int) -> Iterator[Batch]:
-    loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=_collate)  # type: ignore[arg-type]
+    loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=_collate)
     return iter(loader)
 
 

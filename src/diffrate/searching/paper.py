@@ -16,7 +16,7 @@ from diffrate.masking import masked_logits
 from diffrate.operator import Operator
 from diffrate.proxy import DiscreteProxy
 from diffrate.schedule import Schedule
-from diffrate.search.budget import Space, project, rounded
+from diffrate.searching.budget import Space, project, rounded
 
 OPERATOR = Operator()
 LAMBDA = 5.0  # weight of (GMACs - budget)^2
@@ -38,7 +38,9 @@ class PaperRecipe:
         device: torch.device,
     ) -> None:
         if operator.operation == "merge-prune" or operator.choice != "rank":
-            raise DiffRateError("the paper's recipe masks tokens by rank: use prune-merge, prune or merge, and choice rank")
+            raise DiffRateError(
+                "the paper's recipe masks tokens by rank: use prune-merge, prune or merge, with choice rank"
+            )
         if operator.importance not in ("class-attention", "image-attention"):
             raise DiffRateError("the paper's recipe ranks by class attention or image attention")
         self.backbone, self.space, self.operator = backbone, space, operator
@@ -56,19 +58,25 @@ class PaperRecipe:
         """One step of Algorithm 1; the loss stays on the device."""
         first, last = LEARNING_RATE
         progress = self.done / max(self.steps - 1, 1)
-        self.optimizer.param_groups[0]["lr"] = last + (first - last) * 0.5 * (1 + math.cos(math.pi * progress))
+        self.optimizer.param_groups[0]["lr"] = last + (first - last) * 0.5 * (
+            1 + math.cos(math.pi * progress)
+        )
         with torch.enable_grad():
             prune, merge = self.prune(), self.merge()
             logits = masked_logits(self.backbone, images, prune, merge, self.compressed, self.operator)
             task = F.cross_entropy(logits.float(), labels)
             over = self.gmacs(prune.count, merge.count) - self.budget
             gradients = torch.autograd.grad(
-                task + (LAMBDA * over.square()).float(), [self.prune.logits, self.merge.logits], allow_unused=True
+                task + (LAMBDA * over.square()).float(),
+                [self.prune.logits, self.merge.logits],
+                allow_unused=True,
             )
         for parameter, gradient in zip((self.prune.logits, self.merge.logits), gradients, strict=True):
             # Each process has its share of the batch: the sum of shares is the gradient of the whole.
             gradient = torch.zeros_like(parameter) if gradient is None else gradient
-            total = self.reduce(torch.cat([gradient.flatten() * len(images), gradient.new_tensor([len(images)])]))
+            total = self.reduce(
+                torch.cat([gradient.flatten() * len(images), gradient.new_tensor([len(images)])])
+            )
             parameter.grad = (total[:-1] / total[-1]).view_as(parameter)
         self.optimizer.step()
         self.done += 1
@@ -117,9 +125,8 @@ class PaperRecipe:
 
     def state(self) -> dict[str, Any]:
         parameters = (self.prune.logits, self.merge.logits)
-        moments = [
-            {name: value.tolist() for name, value in self.optimizer.state[p].items()} for p in parameters if p in self.optimizer.state
-        ]
+        known = [self.optimizer.state[p] for p in parameters if p in self.optimizer.state]
+        moments = [{name: value.tolist() for name, value in state.items()} for state in known]
         return {"done": self.done, "logits": [p.tolist() for p in parameters], "moments": moments}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import rich.progress as bars
@@ -16,7 +15,7 @@ from diffrate.errors import DiffRateError
 from diffrate.schedule import write_text
 
 if TYPE_CHECKING:
-    from diffrate.search.run import SearchResult
+    from diffrate.searching.run import SearchResult
 
 SAVE_SECONDS = 2.0
 
@@ -24,7 +23,9 @@ SAVE_SECONDS = 2.0
 class RunFolder:
     """config.json, state.json while running, then the schedules, history.json and kept.png. No path: no files."""
 
-    def __init__(self, path: str | os.PathLike[str] | None, config: dict[str, Any], resume: bool, main: bool) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None, config: dict[str, Any], resume: bool, main: bool
+    ) -> None:
         self.path = None if path is None else Path(path)
         self.main, self.resume, self.config, self.saved = main, resume, config, time.monotonic()
         if self.path is None:
@@ -39,7 +40,9 @@ class RunFolder:
         if known is not None:
             changed = [key for key in config if known.get(key) != json.loads(json.dumps(config[key]))]
             if changed:
-                raise DiffRateError(f"the search in {self.path} was started with another {', '.join(changed)}")
+                raise DiffRateError(
+                    f"the search in {self.path} was started with another {', '.join(changed)}"
+                )
         elif main:
             self._write("config.json", config)
 
@@ -54,7 +57,7 @@ class RunFolder:
         self._write("state.json", state)
         self.saved = time.monotonic()
 
-    def finish(self, result: SearchResult, accelerator: Any) -> None:
+    def finish(self, result: SearchResult) -> None:
         """Write what was found; several budgets get a file each."""
         if self.path is None or not self.main:
             return
@@ -64,7 +67,10 @@ class RunFolder:
             single = len(result.schedules) == 1
             file = "schedule.json" if single else f"schedule-{schedule.made['budget_gmacs']:.4g}G.json"
             schedule.save(self.path / file)
-        self._write("history.json", {"seconds": result.seconds, "unreadable": result.unreadable, "steps": result.history})
+        self._write(
+            "history.json",
+            {"seconds": result.seconds, "unreadable": result.unreadable, "steps": result.history},
+        )
         kept_plot(result.history, self.path / "kept.png")
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
@@ -102,7 +108,7 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
     def start(self, budget: float, steps: int, done: int) -> None:

@@ -25,14 +25,19 @@ from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
-from diffrate.search import fast, paper
-from diffrate.search.budget import Space, check_budget, parse_budgets, project, rounded
-from diffrate.search.images import SearchImages
-from diffrate.search.report import Progress, RunFolder
+from diffrate.searching import fast, paper
+from diffrate.searching.budget import Space, check_budget, parse_budgets, project
+from diffrate.searching.images import SearchImages
+from diffrate.searching.report import Progress, RunFolder
 
 RECIPES = ("fast", "paper")
 # (steps, images a step): what converges, and on a CPU what ends in minutes.
-DEFAULTS = {("fast", "cuda"): (200, 125), ("fast", "cpu"): (40, 32), ("paper", "cuda"): (400, 250), ("paper", "cpu"): (60, 32)}
+DEFAULTS = {
+    ("fast", "cuda"): (120, 125),
+    ("fast", "cpu"): (40, 32),
+    ("paper", "cuda"): (400, 250),
+    ("paper", "cpu"): (60, 32),
+}
 
 
 @dataclass
@@ -100,7 +105,9 @@ def search(
     steps, batch_size = steps or defaults[0], batch_size or defaults[1]
     if steps < 1 or batch_size < 1 or not 0 < held_out < 1 or checks < 1:
         raise DiffRateError("steps, batch size and checks must be at least 1, and held_out between 0 and 1")
-    operator = checked_operator(operator or (fast.OPERATOR if recipe == "fast" else paper.OPERATOR), backbone.layout)
+    operator = checked_operator(
+        operator or (fast.OPERATOR if recipe == "fast" else paper.OPERATOR), backbone.layout
+    )
     augmented, plain = data if isinstance(data, tuple) else (data, data)
     images = SearchImages(augmented, plain, held_out, seed)
     config = {
@@ -109,7 +116,9 @@ def search(
         "images": len(images.training) + len(images.held_out), "tokens": space.tokens, "gmacs": whole,
     }  # fmt: skip
     folder = RunFolder(output, config, resume, accelerator.is_main_process)
-    run = _Search(model, space, operator, images, accelerator, batch_size, checks, patience, seed, workers, mix, folder)
+    run = _Search(
+        model, space, operator, images, accelerator, batch_size, checks, patience, seed, workers, mix, folder
+    )
     training = model.training
     frozen = [p for p in model.parameters() if p.requires_grad]
     for parameter in frozen:
@@ -121,18 +130,29 @@ def search(
         model.train(training)
         for parameter in frozen:
             parameter.requires_grad_(True)
-    made = {"by": f"diffrate {diffrate.__version__} search", **{k: config[k] for k in ("recipe", "steps", "batch_size", "seed", "images")}}
-    schedules = []
-    for target, state in zip(budgets, run.found, strict=True):
-        schedule = replace(
-            Schedule.from_dict(state["schedule"]), model=name, img_size=backbone.layout.img_size,
-            cost={"gmacs": cost.of_schedule(Schedule.from_dict(state["schedule"]))},
-            made={**made, "budget_gmacs": target, "held_out_divergence": state["divergence"], "stopped_at": state["step"]},
-        )  # fmt: skip
-        schedules.append(schedule)
+    schedules = [
+        _finished(found, target, cost, backbone.layout.img_size, config)
+        for target, found in zip(budgets, run.found, strict=True)
+    ]
     result = SearchResult(schedules, run.history, run.seconds + time.monotonic() - started, run.unreadable)
-    folder.finish(result, accelerator)
+    folder.finish(result)
     return result
+
+
+def _finished(
+    found: dict[str, Any], budget: float, cost: MacCost, img_size: tuple[int, int], config: dict[str, Any]
+) -> Schedule:
+    """The schedule with where it comes from."""
+    schedule = Schedule.from_dict(found["schedule"])
+    made = {
+        "by": f"diffrate {diffrate.__version__} search",
+        **{name: config[name] for name in ("recipe", "steps", "batch_size", "seed", "images")},
+        "budget_gmacs": budget,
+        "held_out_divergence": found["divergence"],
+        "stopped_at": found["step"],
+    }
+    gmacs = cost.of_schedule(schedule)
+    return replace(schedule, model=config["model"], img_size=img_size, cost={"gmacs": gmacs}, made=made)
 
 
 class _Search:
@@ -154,7 +174,7 @@ class _Search:
         self.held: list[tuple[Tensor, Tensor]] = []
 
     def reduce(self, sums: Tensor) -> Tensor:
-        total: Tensor = self.accelerator.reduce(sums, reduction="sum")  # type: ignore[assignment]
+        total: Tensor = self.accelerator.reduce(sums, reduction="sum")
         return total
 
     def all_budgets(self, budgets: list[float], recipe: str, steps: int, bar: Progress) -> None:
@@ -180,7 +200,9 @@ class _Search:
     def _recipe(self, recipe: str, budget: float, steps: int) -> fast.FastRecipe | paper.PaperRecipe:
         device = self.accelerator.device
         if recipe == "paper":
-            return paper.PaperRecipe(self.backbone, self.space, self.operator, budget, steps, self.reduce, device)
+            return paper.PaperRecipe(
+                self.backbone, self.space, self.operator, budget, steps, self.reduce, device
+            )
         candidates = fast.starts(self.space, budget)
         step = torch.where(self.space.free, 1.0, 1e-3).double()
         blocks = len(self.space.least)
@@ -190,7 +212,9 @@ class _Search:
         if not candidates:
             candidates = [project(self.space.most, budget, self.space, step)]
         courses = [
-            fast.FastRecipe(self.backbone, self.space, self.operator, budget, start, steps, self.seed, self.reduce)
+            fast.FastRecipe(
+                self.backbone, self.space, self.operator, budget, start, steps, self.seed, self.reduce
+            )
             for start in candidates
         ]
         if len(courses) == 1:
@@ -202,9 +226,11 @@ class _Search:
         best: dict[str, Any], bar: Progress, started: float,
     ) -> dict[str, Any]:  # fmt: skip
         every = max(1, math.ceil(steps / self.checks))
-        offset = sum(1 for _ in self.found) * 100_003  # other images for every budget
+        offset = len(self.found) * 100_003  # other images for every budget
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        batches = self.images.batches(offset + first, offset + steps, self.batch_size, self.workers, process, processes)
+        batches = self.images.batches(
+            offset + first, offset + steps, self.batch_size, self.workers, process, processes
+        )
         bar.start(budget, steps, first)
         for step in range(first, steps):
             batch = next(batches)
@@ -222,7 +248,12 @@ class _Search:
                 divergence = self._divergence(schedule)
                 self.history[-1]["held_out"] = divergence
                 if not best or divergence < best["divergence"]:
-                    best = {"schedule": schedule.to_dict(), "divergence": divergence, "step": step + 1, "without": 0}
+                    best = {
+                        "schedule": schedule.to_dict(),
+                        "divergence": divergence,
+                        "step": step + 1,
+                        "without": 0,
+                    }
                 else:
                     best["without"] += 1
             if checking or self.folder.due():
@@ -239,7 +270,9 @@ class _Search:
             }  # fmt: skip
         return best
 
-    def _step(self, course: fast.FastRecipe | paper.PaperRecipe, images: Tensor, labels: Tensor, step: int) -> Any:
+    def _step(
+        self, course: fast.FastRecipe | paper.PaperRecipe, images: Tensor, labels: Tensor, step: int
+    ) -> Any:
         device = self.accelerator.device
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         torch.manual_seed(self.seed * 1_000_003 + step)  # what is random in a step is random by its number
@@ -260,7 +293,12 @@ class _Search:
             return course.step(images, labels, labels)
 
     def _record(
-        self, course: fast.FastRecipe | paper.PaperRecipe, counts: list[int] | None, loss: Any, step: int, budget: float
+        self,
+        course: fast.FastRecipe | paper.PaperRecipe,
+        counts: list[int] | None,
+        loss: Any,
+        step: int,
+        budget: float,
     ) -> dict[str, Any]:
         loss = float(loss)
         if not math.isfinite(loss):
@@ -297,7 +335,9 @@ class _Search:
         total = self.reduce(sums)
         return float(total[0] / total[1])
 
-    def _save(self, index: int, step: int, course: dict[str, Any] | None, best: dict[str, Any], started: float) -> None:
+    def _save(
+        self, index: int, step: int, course: dict[str, Any] | None, best: dict[str, Any], started: float
+    ) -> None:
         self.folder.save_state(
             {
                 "budget": index, "step": step, "course": course, "best": best, "found": self.found,
@@ -311,6 +351,3 @@ def _logits(model: nn.Module, images: Tensor) -> Tensor:
     out: Any = model(images)
     logits: Tensor = out[0] if isinstance(out, tuple) else out
     return logits
-
-
-__all__ = ["SearchResult", "rounded", "search"]

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffrate.backbones import Backbone
-from diffrate.compressed import finish_block, open_block
+from diffrate.compressed import finish_block, importance_of, open_block
 from diffrate.operator import Operator
 from diffrate.reduction import reduce_tokens
 from diffrate.tokens import Tokens, start
+
+# Every step has other sequence lengths, and cuDNN would plan anew for each: hundreds of milliseconds.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -26,7 +30,9 @@ class Branch:
     """Variants of a schedule that hold equally many tokens now, stacked along the batch."""
 
     tokens: Tokens
-    variants: list[int]  # which variant each chunk of the batch is: 0 the schedule itself, i the change in block i
+    variants: list[
+        int
+    ]  # which variant each chunk of the batch is: 0 the schedule itself, i the change in block i
 
 
 def variant_logits(
@@ -37,13 +43,20 @@ def variant_logits(
     Where changed[i] == kept[i] there is nothing to run and the logits are those of the schedule itself. Blocks of the
     model past the L' given are left alone.
     """
+    with sdpa_kernel(KERNELS):
+        return _variant_logits(backbone, images, kept, changed, operator)
+
+
+def _variant_logits(
+    backbone: Backbone, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator
+) -> Tensor:
     batch = images.shape[0]
     left_alone = [backbone.layout.tokens] * (backbone.layout.depth - len(kept))
     kept, changed, variants = [*kept, *left_alone], [*changed, *left_alone], len(kept) + 1
     main = Branch(start(backbone.embed(images), backbone.layout.prefix, track=False), [0])
     apart: list[Branch] = []  # variants whose sequence is still longer or shorter than the schedule's
     for i in range(len(kept)):
-        attended, importance = open_block(backbone, i, main.tokens, operator, rank=True)
+        attended, importance = _attended(backbone, i, main.tokens, operator)
         fork = None
         if changed[i] != kept[i]:
             fork = Branch(_rows(attended, batch), [i + 1])
@@ -52,7 +65,7 @@ def variant_logits(
         main.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
         waiting = [] if fork is None else [fork]
         for branch in apart:
-            attended, importance = open_block(backbone, i, branch.tokens, operator, rank=True)
+            attended, importance = _attended(backbone, i, branch.tokens, operator)
             branch.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
             if branch.tokens.count == main.tokens.count:
                 main = _joined(main, branch)
@@ -65,6 +78,11 @@ def variant_logits(
         logits = logits[0] if isinstance(logits, tuple) else logits
         outcomes.update(zip(branch.variants, logits.split(batch), strict=True))
     return torch.stack([outcomes.get(variant, outcomes[0]) for variant in range(variants)])
+
+
+def _attended(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> tuple[Tokens, Tensor]:
+    attended, attention, bias = open_block(backbone, i, tokens, operator)
+    return attended, importance_of(attention, bias, attended, i, operator)
 
 
 def _reduced(tokens: Tokens, importance: Tensor, keep: int, operator: Operator) -> Tokens:
