@@ -274,23 +274,29 @@ class _Search:
         self, course: fast.FastRecipe | paper.PaperRecipe, images: Tensor, labels: Tensor, step: int
     ) -> Any:
         device = self.accelerator.device
+        if isinstance(course, paper.PaperRecipe):
+            self._check_labels(labels)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         torch.manual_seed(self.seed * 1_000_003 + step)  # what is random in a step is random by its number
         if isinstance(course, fast.FastRecipe):
             self.model.eval()
             with torch.no_grad(), self.accelerator.autocast():
                 return course.step(images, labels, _logits(self.model, images))
-        classes = getattr(self.model, "num_classes", None)
-        if int(labels.min()) < 0 or (classes and int(labels.max()) >= classes):
-            raise DiffRateError(
-                f"the paper's recipe learns from labels from 0 to {(classes or 0) - 1}, and these images have "
-                f"{'none' if int(labels.min()) < 0 else f'a label {int(labels.max())}'}"
-            )
         self.model.train()  # drop path on, weights frozen
         if self.mix is not None:
             images, labels = self.mix(images, labels)
         with self.accelerator.autocast():
             return course.step(images, labels, labels)
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """On the host, before the batch leaves it: a wait for the device at every step would cost more."""
+        classes = int(getattr(self.model, "num_classes", 0))
+        lowest, highest = int(labels.min()), int(labels.max())
+        if lowest < 0 or highest >= classes:
+            found = "none" if lowest < 0 else f"a label {highest}"
+            raise DiffRateError(
+                f"the paper's recipe learns from labels from 0 to {classes - 1}, and these images have {found}"
+            )
 
     def _record(
         self,
