@@ -33,7 +33,7 @@ from diffrate.searching import search
 
 BUDGET = "50%"
 IMAGES = 1000  # of the 2,000 test images: what two slow cores manage in a minute
-SEARCH = {"steps": 24, "batch_size": 16, "checks": 4}  # about a minute on two slow cores
+SEARCH = {"steps": 36, "batch_size": 16, "checks": 4}  # under a minute on two slow cores
 BATCH_SIZE = 50
 PICTURED = 6  # images in the picture
 FADED = 64  # grey of a black pixel in the picture, so that pruned patches are the only black ones
