@@ -61,7 +61,7 @@ def test_class_attention_value(qkv, bias):
 def test_image_attention(qkv, bias):
     q, k, _ = qkv
     received = torch.stack([attention(q, k, bias)[..., j].mean(dim=(1, 2)) for j in range(N)], dim=1)
-    close(ranking.image_attention(q, k, SCALE, bias, PREFIX), received[:, PREFIX:])
+    close(ranking.image_attention(ranking.attention_weights(q, k, SCALE, bias), PREFIX), received[:, PREFIX:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -70,7 +70,7 @@ def test_scores_of_half_precision_models_are_fp32(qkv, dtype):
     for scores in (
         ranking.class_attention(q, k, SCALE, None, PREFIX),
         ranking.class_attention_value(q, k, v, SCALE, None, PREFIX),
-        ranking.image_attention(q, k, SCALE, None, PREFIX),
+        ranking.image_attention(ranking.attention_weights(q, k, SCALE, None), PREFIX),
     ):
         assert scores.dtype == torch.float32
     whole = attention(q, k, None)[:, :, 0].mean(dim=1)[:, PREFIX:]

@@ -206,21 +206,28 @@ def run_block(
     removes = merge < tokens.count
     if not removes and (tokens.size is None or not operator.proportional):
         return tokens.with_features(backbone.block(i, tokens.x))
-    attended, attention, bias = open_block(backbone, i, tokens, operator)
     if removes:
-        importance = importance_of(attention, bias, attended, i, operator)
+        attended, importance = attend_and_rank(backbone, i, tokens, operator)
         attended = reduce_tokens(attended, importance, prune, merge, operator)
+    else:
+        attention = backbone.open_attention(i, tokens.x)
+        mixed = mix(attention, tokens.key_bias())
+        attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
     return finish_block(backbone, i, attended)
 
 
-def open_block(
-    backbone: Backbone, i: int, tokens: Tokens, operator: Operator
-) -> tuple[Tokens, Attention, Tensor | None]:
-    """The first half of a block: tokens after the attention residual, and what their importance is read from."""
+def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> tuple[Tokens, Tensor]:
+    """The first half of a block that removes tokens: x + attention, and (B, N - prefix) importances."""
     bias = tokens.key_bias() if operator.proportional else None
     attention = backbone.open_attention(i, tokens.x)
-    attended = tokens.with_features(backbone.close_attention(i, tokens.x, mix(attention, bias)))
-    return attended, attention, bias
+    if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
+        weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
+        mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
+        importance = ranking.image_attention(weights, tokens.prefix)
+    else:
+        mixed = mix(attention, bias)
+        importance = importance_of(attention, bias, tokens, i, operator)
+    return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), importance
 
 
 def finish_block(backbone: Backbone, i: int, tokens: Tokens) -> Tokens:
@@ -238,15 +245,13 @@ def mix(attention: Attention, key_bias: Tensor | None) -> Tensor:
 def importance_of(
     attention: Attention, bias: Tensor | None, tokens: Tokens, block: int, operator: Operator
 ) -> Tensor:
-    """(B, N - prefix) scores by the operator's metric."""
+    """(B, N - prefix) scores by the metrics that need one row of the attention matrix, or none."""
     q, k, v, scale, _ = attention
     match operator.importance:
         case "class-attention":
             return ranking.class_attention(q, k, scale, bias, tokens.prefix)
         case "class-attention-value":
             return ranking.class_attention_value(q, k, v, scale, bias, tokens.prefix)
-        case "image-attention":
-            return ranking.image_attention(q, k, scale, bias, tokens.prefix)
         case _:
             return ranking.random_importance(tokens.x, tokens.prefix, block, operator.seed)
 

@@ -1,7 +1,7 @@
 """Importance of image tokens (paper 4.1, eq. 5, and the metrics of its ablation).
 
 Every function takes the queries, keys and values of one block, (B, heads, N, d), and returns (B, N - prefix) scores
-in fp32, higher for tokens to keep longer. Logits and softmax are fp32 too: in half precision nearly equal scores tie.
+in fp32, higher for tokens to keep longer. The softmax is fp32 too: in half precision nearly equal scores tie.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ def class_attention_value(
     return (row * v.float().norm(dim=-1)).mean(dim=1)[:, prefix:]
 
 
-def image_attention(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | None, prefix: int) -> Tensor:
-    """A_i: the attention a token receives, mean over all queries and heads. Needs the whole matrix."""
-    logits = (q @ k.transpose(-2, -1)).float() * scale  # (B, heads, N, N)
+def attention_weights(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | None) -> Tensor:
+    """(B, heads, N, N) the whole attention matrix, key bias included."""
+    logits = (q @ k.transpose(-2, -1)).float() * scale
     if key_bias is not None:
         logits = logits + key_bias[:, None, None]
-    return logits.softmax(dim=-1).mean(dim=(1, 2))[:, prefix:]
+    return logits.softmax(dim=-1)
+
+
+def image_attention(weights: Tensor, prefix: int) -> Tensor:
+    """A_i: the attention a token receives, mean over all queries and heads."""
+    return weights.mean(dim=(1, 2))[:, prefix:]
 
 
 def random_importance(x: Tensor, prefix: int, block: int, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffrate.backbones import Backbone
-from diffrate.compressed import finish_block, importance_of, open_block
+from diffrate.compressed import attend_and_rank, finish_block
 from diffrate.operator import Operator
 from diffrate.reduction import reduce_tokens
 from diffrate.tokens import Tokens, start
@@ -56,7 +56,7 @@ def _variant_logits(
     main = Branch(start(backbone.embed(images), backbone.layout.prefix, track=False), [0])
     apart: list[Branch] = []  # variants whose sequence is still longer or shorter than the schedule's
     for i in range(len(kept)):
-        attended, importance = _attended(backbone, i, main.tokens, operator)
+        attended, importance = attend_and_rank(backbone, i, main.tokens, operator)
         fork = None
         if changed[i] != kept[i]:
             fork = Branch(_rows(attended, batch), [i + 1])
@@ -65,7 +65,7 @@ def _variant_logits(
         main.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
         waiting = [] if fork is None else [fork]
         for branch in apart:
-            attended, importance = _attended(backbone, i, branch.tokens, operator)
+            attended, importance = attend_and_rank(backbone, i, branch.tokens, operator)
             branch.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
             if branch.tokens.count == main.tokens.count:
                 main = _joined(main, branch)
@@ -78,11 +78,6 @@ def _variant_logits(
         logits = logits[0] if isinstance(logits, tuple) else logits
         outcomes.update(zip(branch.variants, logits.split(batch), strict=True))
     return torch.stack([outcomes.get(variant, outcomes[0]) for variant in range(variants)])
-
-
-def _attended(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> tuple[Tokens, Tensor]:
-    attended, attention, bias = open_block(backbone, i, tokens, operator)
-    return attended, importance_of(attention, bias, attended, i, operator)
 
 
 def _reduced(tokens: Tokens, importance: Tensor, keep: int, operator: Operator) -> Tokens:

@@ -1,0 +1,86 @@
+"""Reading budgets, and schedules that meet one."""
+
+import itertools
+
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffrate.backbones import backbone_of
+from diffrate.costs.macs import MacCost
+from diffrate.errors import DiffRateError
+from diffrate.searching.budget import Space, check_budget, monotone, parse_budgets, project, rounded
+from diffrate.searching.fast import starts
+
+
+def space_of(**changes):
+    model = timm.create_model("vit_tiny_patch16_224", depth=6, **changes)
+    backbone = backbone_of(model)
+    return Space.of(backbone, MacCost.of_backbone(backbone))
+
+
+SPACES = [space_of(), space_of(global_pool="avg"), space_of(reg_tokens=3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("0.8G", [0.8]), ("60%", [0.6]), ("800M", [0.8]), ("0.7G, 90%,0.8g", [0.9, 0.8, 0.7]), (".5G", [0.5])],
+)
+def test_budgets_are_read_largest_first(text, wanted):
+    assert parse_budgets(text, whole=1.0) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "0.8", "0.8G,", "-1G", "1e9G", "50%%", "nanG"])
+def test_unreadable_budgets_say_how_to_write_one(text):
+    with pytest.raises(DiffRateError, match=r"0\.8G"):
+        parse_budgets(text, whole=1.0)
+
+
+def test_impossible_budgets_name_what_is_possible():
+    whole = float(SPACES[0].gmacs(torch.full_like(SPACES[0].most, 197)))
+    for budget in (0.01, whole, 2.0):
+        with pytest.raises(DiffRateError, match=f"{whole:.4g}"):
+            check_budget(budget, SPACES[0])
+
+
+@given(st.lists(st.floats(0, 200), min_size=1, max_size=12))
+def test_monotone_is_the_nearest_falling_sequence(values):
+    counts = torch.tensor(values, dtype=torch.float64)
+    pooled = monotone(counts, torch.ones_like(counts))
+    assert (pooled[1:] <= pooled[:-1] + 1e-9).all()
+    # The nearest point of a convex set: no falling sequence lies at an acute angle to the way there.
+    sorted_back = pooled.flip(0).sort(descending=True).values
+    for other in (pooled - 1, torch.full_like(pooled, float(counts.mean())), sorted_back):
+        assert float((counts - pooled) @ (other - pooled)) <= 1e-6
+
+
+@given(
+    st.sampled_from(range(3)),
+    st.lists(st.floats(-50, 250), min_size=6, max_size=6),
+    st.floats(0.35, 0.88),  # keeping only the prefix in the last block is worth a tenth here
+)
+def test_projection_meets_the_budget_within_bounds(which, values, share):
+    space = SPACES[which]
+    budget = share * space.cost.of_schedule(None)
+    counts = torch.tensor(values[: len(space.least)], dtype=torch.float64)
+    step = torch.where(space.free, 1.0, 1e-3).double()
+    on = project(counts, budget, space, step)
+    assert float(space.gmacs(on)) == pytest.approx(budget, rel=1e-3)
+    assert (on[1:] <= on[:-1] + 1e-6).all()
+    whole = rounded(on, budget, space)
+    gmacs = float(space.gmacs(torch.tensor(whole, dtype=torch.float64)))
+    assert 0.99 * budget <= gmacs <= budget
+    assert all(a >= b for a, b in itertools.pairwise(whole))
+    assert whole[0] == 197 + (3 if which == 2 else 0)
+
+
+@pytest.mark.parametrize("space", SPACES, ids=["class", "mean-pooled", "registers"])
+def test_last_block_keeps_the_prefix_or_is_left_alone(space):
+    budget = 0.6 * space.cost.of_schedule(None)
+    for start in starts(space, budget):
+        every = space.every_block(rounded(start, budget, space))
+        assert len(every) == 6
+        pooled = len(space.least) == 5
+        assert every[-1] == (every[-2] if pooled else space.prefix)

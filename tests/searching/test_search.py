@@ -1,0 +1,237 @@
+"""diffrate.search as a whole: budgets, resuming, several processes, and what goes wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import diffrate
+from conftest import TINY_FLAGS, write_image
+from diffrate.searching import fast, paper
+from diffrate.searching.images import SearchImages
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    arguments = {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 5,
+        "num_heads": 2,
+        "num_classes": 7,
+    }
+    vit = timm.create_model("vit_tiny_patch16_224", **arguments)
+    for parameter in vit.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return vit
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(3, 32, 32, generator=generator), i % 7) for i in range(40)]
+
+
+def run(model, data, budget="60%", **changes):
+    return diffrate.search(
+        model, data, budget, **{"steps": 8, "batch_size": 8, "patience": 100, "progress": False} | changes
+    )
+
+
+@pytest.mark.parametrize("recipe", ["fast", "paper"])
+def test_schedules_meet_their_budgets(model, data, recipe):
+    whole = diffrate.gmacs(model)
+    found = run(model, data, "75%,60%", recipe=recipe)
+    assert [s.made["budget_gmacs"] for s in found.schedules] == pytest.approx([0.75 * whole, 0.6 * whole])
+    for schedule, budget in zip(found.schedules, (0.75 * whole, 0.6 * whole), strict=True):
+        assert 0.97 * budget <= diffrate.gmacs(model, schedule) <= budget
+        assert schedule.cost["gmacs"] == diffrate.gmacs(model, schedule)
+    with torch.no_grad():
+        assert diffrate.compress(model, found.schedule)(torch.randn(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_the_search_finds_where_tokens_are_worth_nothing(model, data):
+    """With the attention of blocks 3 and 4 silenced, only the tokens that block 1 hands to block 2 matter."""
+    with torch.no_grad():
+        for block in model.blocks[3:]:
+            block.attn.proj.weight.zero_()
+            block.attn.proj.bias.zero_()
+    found = run(model, data, "60%", steps=60, batch_size=16)
+    kept = found.schedule.merge
+    assert kept[1] >= 55
+    assert kept[2] <= 30
+    losses = [entry["loss"] for entry in found.history]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+def test_same_seed_same_schedule_and_model_left_as_it_was(model, data):
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    first, second = run(model, data), run(model, data)
+    assert first.schedule.merge == second.schedule.merge
+    assert first.history == second.history
+    assert model.training
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", ["fast", "paper"])
+@pytest.mark.parametrize("killed_at", [1, 5, 10])
+def test_resume_ends_where_an_undisturbed_run_ends(model, data, tmp_path, monkeypatch, recipe, killed_at):
+    undisturbed = run(model, data, "75%,60%", recipe=recipe)
+    cls = fast.FastRecipe if recipe == "fast" else paper.PaperRecipe
+    step, calls = cls.step, []
+
+    def killed(self, *arguments):
+        calls.append(1)
+        if len(calls) > killed_at:
+            raise KeyboardInterrupt
+        return step(self, *arguments)
+
+    monkeypatch.setattr("diffrate.searching.report.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(cls, "step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, data, "75%,60%", recipe=recipe, output=tmp_path / "run")
+    monkeypatch.setattr(cls, "step", step)
+    resumed = run(model, data, "75%,60%", recipe=recipe, output=tmp_path / "run", resume=True)
+    for a, b in zip(undisturbed.schedules, resumed.schedules, strict=True):
+        assert (a.prune, a.merge, a.made) == (b.prune, b.merge, b.made)
+    assert resumed.history == undisturbed.history
+
+
+def test_the_folder_tells_the_whole_story(model, data, tmp_path):
+    found = run(model, data, output=tmp_path / "run", name="my_vit")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.json", "state.json", "schedule.json", "history.json", "kept.png"}
+    schedule = diffrate.Schedule.load(tmp_path / "run" / "schedule.json")
+    assert schedule.to_dict() == found.schedule.to_dict()
+    assert schedule.model == "my_vit"
+    history = json.loads((tmp_path / "run" / "history.json").read_text())
+    assert len(history["steps"]) == 8
+    assert all(entry["gmacs"] <= entry["budget"] for entry in history["steps"])
+    with Image.open(tmp_path / "run" / "kept.png") as picture:
+        assert picture.width > 300
+
+
+def test_a_folder_holds_one_search(model, data, tmp_path):
+    run(model, data, output=tmp_path)
+    with pytest.raises(diffrate.DiffRateError, match="already holds a search"):
+        run(model, data, output=tmp_path)
+    with pytest.raises(diffrate.DiffRateError, match="another seed"):
+        run(model, data, output=tmp_path, resume=True, seed=1)
+    with pytest.raises(diffrate.DiffRateError, match="no search to resume"):
+        run(model, data, output=tmp_path / "elsewhere", resume=True)
+    assert run(model, data, output=tmp_path, resume=True).schedule.merge  # a finished one is simply read back
+
+
+def test_without_progress_on_held_out_images_the_search_stops(model, data, monkeypatch):
+    monkeypatch.setattr(
+        "diffrate.searching.run._Search._divergence", lambda self, schedule, batches=None: 1.0
+    )
+    found = run(model, data, steps=20, checks=10, patience=2)
+    assert found.schedule.made["stopped_at"] == 2
+    assert len(found.history) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"budget": "1%"}, "cannot be met"),
+        ({"budget": "100%"}, "cannot be met"),
+        ({"recipe": "magic"}, "fast, paper"),
+        ({"held_out": 1.5}, "held_out between 0 and 1"),
+    ],
+)
+def test_mistakes_are_one_sentence(model, data, changes, sentence):
+    with pytest.raises(diffrate.DiffRateError, match=sentence):
+        run(model, data, **changes)
+
+
+def test_too_few_images(model, data):
+    with pytest.raises(diffrate.DiffRateError, match="at least 16 images"):
+        run(model, data[:10])
+
+
+def test_labels_out_of_range_stop_the_papers_recipe_alone(model, data):
+    wrong = [(image, 7) for image, _ in data]
+    with pytest.raises(diffrate.DiffRateError, match="a label 7"):
+        run(model, wrong, recipe="paper")
+    with pytest.raises(diffrate.DiffRateError, match="have none"):
+        run(model, [image for image, _ in data], recipe="paper")
+    assert run(model, wrong).schedule.merge == run(model, [image for image, _ in data]).schedule.merge
+
+
+def test_a_loss_that_is_not_a_number_stops_with_the_last_good_state(model, data, tmp_path):
+    model.head.weight.data[0, 0] = float("nan")
+    with pytest.raises(diffrate.DiffRateError, match="the loss is nan at step 0"):
+        run(model, data, output=tmp_path)
+
+
+def test_order_depends_on_the_seed_alone_and_is_shared_by_processes(data):
+    images = SearchImages(data, data, 0.2, seed=5)
+    assert set(images.training) | set(images.held_out) == set(range(40))
+    assert len(images.held_out) == 8
+    whole = images.keys(3, 8)
+    assert whole == SearchImages(data, data, 0.2, seed=5).keys(3, 8)
+    assert whole != SearchImages(data, data, 0.2, seed=6).keys(3, 8)
+    epoch = [index for step in range(4) for index, _ in images.keys(step, 8)]
+    assert sorted(epoch) == images.training
+    halves = [next(images.batches(3, 4, 8, 0, process, 2)).labels.tolist() for process in (0, 1)]
+    together = next(images.batches(3, 4, 8, 0)).labels.tolist()
+    assert [halves[i % 2][i // 2] for i in range(8)] == together
+
+
+def folder_of_images(root):
+    for i in range(24):
+        write_image(root / f"{i:02d}.png", seed=i)
+    return root
+
+
+def test_command_on_a_folder_without_classes_skips_what_it_cannot_read(tmp_path, diffrate_cli):
+    folder = folder_of_images(tmp_path / "images")
+    (folder / "07.png").write_bytes(b"not an image")
+    flags = [
+        "--data-dir",
+        str(folder),
+        "--budget",
+        "60%",
+        "--steps",
+        "4",
+        "--batch-size",
+        "8",
+        "--workers",
+        "0",
+    ]
+    done = diffrate_cli("search", *TINY_FLAGS, *flags, "--output", str(tmp_path / "run"), "--device", "cpu")
+    assert done.code == 0, done.err
+    assert "1 images could not be read" in done.err
+    assert "07.png" in done.err
+    assert (tmp_path / "run" / "schedule.json").is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(tmp_path, tiny_vit):
+    for parameter in tiny_vit.parameters():  # as it is initialised, its logits hardly depend on the image
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_file(tiny_vit.state_dict(), tmp_path / "weights.safetensors")
+    folder = folder_of_images(tmp_path / "images")
+    flags = ["--data-dir", folder, "--budget", "60%", "--steps", "6", "--batch-size", "8", "--workers", "0"]
+    flags += ["--checkpoint", tmp_path / "weights.safetensors", "--device", "cpu"]
+    command = ["-m", "diffrate", "search", *TINY_FLAGS, *map(str, flags)]
+    launch = "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    launch += " --dynamo_backend no --main_process_port 0"
+    for name, words in {"one": command, "two": [*launch.split(), *command]}.items():
+        done = subprocess.run(
+            [sys.executable, *words, "--output", tmp_path / name], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = (diffrate.Schedule.load(tmp_path / name / "schedule.json") for name in ("one", "two"))
+    assert one.merge == two.merge
+    assert one.made["held_out_divergence"] == pytest.approx(two.made["held_out_divergence"], rel=1e-4)
