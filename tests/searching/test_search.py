@@ -136,8 +136,8 @@ def test_without_progress_on_held_out_images_the_search_stops(model, data, monke
         "diffrate.searching.run._Search._divergence", lambda self, schedule, batches=None: 1.0
     )
     found = run(model, data, steps=20, checks=10, patience=2)
-    assert found.schedule.made["stopped_at"] == 2
-    assert len(found.history) == 6
+    assert found.schedule.made["stopped_at"] == 2  # the first of equals
+    assert len(found.history) == 16  # two checks without a better one, once the counts are being averaged
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from diffrate.searching.budget import Space, project
 
+AVERAGED = 0.4  # share of the steps, at the end, whose counts are averaged
+
 
 @dataclass
 class Descent:
@@ -27,7 +29,6 @@ class Descent:
     first_step: float = 1.0
     last_step: float = 0.1
     momentum: float = 0.9
-    averaged: float = 0.4  # share of the steps, at the end, whose counts are averaged
     relative: float = 0.0  # 0: every block moves in tokens; 1: in proportion to its count
     done: int = 0
     velocity: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -67,7 +68,7 @@ class Descent:
         rms = math.sqrt(self.mean_square / (1 - 0.95 ** (self.done + 1))) + 1e-12
         self.counts = project(self.counts - length * corrected / rms, self.budget, self.space, normal)
         self.done += 1
-        if self.done > (1 - self.averaged) * self.steps:
+        if self.done > (1 - AVERAGED) * self.steps:
             self.total = self.total + self.counts
             self.summed += 1
 

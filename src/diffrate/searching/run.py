@@ -27,6 +27,7 @@ from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import Space, check_budget, parse_budgets, project
+from diffrate.searching.descent import AVERAGED
 from diffrate.searching.images import SearchImages
 from diffrate.searching.report import Progress, RunFolder
 
@@ -34,7 +35,7 @@ RECIPES = ("fast", "paper")
 # (steps, images a step): what converges, and on a CPU what ends in minutes.
 DEFAULTS = {
     ("fast", "cuda"): (120, 125),
-    ("fast", "cpu"): (40, 32),
+    ("fast", "cpu"): (60, 40),
     ("paper", "cuda"): (400, 250),
     ("paper", "cpu"): (60, 32),
 }
@@ -65,8 +66,8 @@ def search(
     steps: int | None = None,
     batch_size: int | None = None,
     held_out: float = 0.2,
-    checks: int = 8,
-    patience: int = 4,
+    checks: int = 10,
+    patience: int = 3,
     mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     seed: int = 0,
     workers: int = 0,
@@ -83,7 +84,7 @@ def search(
     budget      GMACs as a number or "0.8G", a share as "60%", or several: "1.0G,0.9G,0.8G".
     recipe      "fast": no labels, minutes, about 1,000 images; "paper": the published method.
     held_out    share of the images kept apart; they decide, `checks` times a budget, which schedule is returned and,
-                after `patience` checks without a better one, when to stop.
+                after `patience` checks without a better one in the last part, when to stop.
     mix         for the paper's recipe: mixes a batch of images and labels (timm's Mixup).
     output      folder for schedule, history, configuration and plot; with `resume` an interrupted search there goes on.
     """
@@ -254,7 +255,7 @@ class _Search:
                         "step": step + 1,
                         "without": 0,
                     }
-                else:
+                elif step + 1 > (1 - AVERAGED) * steps:  # before, the counts are still on their way
                     best["without"] += 1
             if checking or self.folder.due():
                 self._save(index, step + 1, course.state(), best, started)
