@@ -39,6 +39,23 @@ def tiny_vit() -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **TINY).eval()
 
 
+def random_vit(**changes: object) -> nn.Module:
+    """65 tokens, 7 classes, and weights large enough that every part of the model shows in its logits."""
+    torch.manual_seed(0)
+    arguments = {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 4,
+        "num_heads": 2,
+        "num_classes": 7,
+    }
+    model = timm.create_model("vit_tiny_patch16_224", **(arguments | changes)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 def write_image(path: Path, seed: int, size: tuple[int, int] = (32, 32)) -> Path:
     """A PNG of noise (height, width): lossless, so that a test knows every pixel."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from diffrate.data import (
     class_indices,
     find_folder,
     preprocessing,
+    search_datasets,
 )
 from diffrate.errors import DiffRateError
 
@@ -178,3 +179,21 @@ def test_a_stream_that_skips_images_is_found_out() -> None:
     assert len(list(WholeStream(batches, 7))) == 2
     with pytest.raises(UnreadableImageError, match="only 7 of the 8 images"):
         list(WholeStream(batches, 8))
+
+
+def test_search_images_are_the_training_ones_augmented_and_plain(tmp_path, tiny_vit):
+    for split, seeds in (("train", range(4)), ("val", range(10, 12))):
+        for seed in seeds:
+            write_image(tmp_path / split / f"{seed:02d}.png", seed=seed)
+    augmented, plain = search_datasets(tiny_vit, tmp_path, crop_pct=1.0)
+    assert len(augmented) == len(plain) == 4
+    image, label = plain[2]
+    wanted = (torch.from_numpy(pixels(2)).permute(2, 0, 1) / 255 - 0.5) / 0.5
+    torch.testing.assert_close(image, wanted)
+    assert label == -1
+    torch.manual_seed(0)
+    views = [augmented[2][0] for _ in range(6)]
+    assert all(view.shape == (3, 32, 32) for view in views)
+    assert not any(torch.equal(views[0], view) for view in views[1:])
+    chosen, _ = search_datasets(tiny_vit, tmp_path, split="val")
+    assert len(chosen) == 2

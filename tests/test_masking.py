@@ -1,30 +1,14 @@
 """The search-time forward: equal to the dropping forward, with the gradient of the paper's equation 10."""
 
 import pytest
-import timm
 import torch
 
 import diffrate
+from conftest import random_vit
 from diffrate.backbones import backbone_of
 from diffrate.masking import MaskedAttention, masked_logits
 from diffrate.operator import Operator
 from diffrate.proxy import DiscreteProxy, Kept, proxy_of
-
-
-def tiny(**changes):
-    torch.manual_seed(0)
-    arguments = {
-        "img_size": 32,
-        "patch_size": 4,
-        "embed_dim": 32,
-        "depth": 4,
-        "num_heads": 2,
-        "num_classes": 7,
-    }
-    model = timm.create_model("vit_tiny_patch16_224", **(arguments | changes)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 def certain(counts, patches):
@@ -47,7 +31,7 @@ def certain(counts, patches):
     ids=["class", "registers", "mean-pooled", "no-class"],
 )
 def test_masked_forward_equals_dropping_forward(operation, mean, changes):
-    model = tiny(**changes)
+    model = random_vit(**changes)
     layout = backbone_of(model).layout
     prune, merge = [50, 40, 20], [48, 30, 9]
     if not layout.compresses_last_block:
@@ -103,7 +87,7 @@ def test_gradient_on_probabilities_is_equation_10():
 
 
 def test_masks_carry_gradients_for_dead_and_live_tokens():
-    model = tiny()
+    model = random_vit()
     prune, merge = DiscreteProxy(3, 64, 1), DiscreteProxy(3, 64, 1)
     operator = Operator(importance="class-attention")
     images = torch.randn(2, 3, 32, 32)

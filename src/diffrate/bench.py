@@ -47,22 +47,18 @@ def bench_search(
     classes = int(getattr(model, "num_classes", 1000))
     labels = torch.randint(0, classes, (batch_size,), device=where)
     steps = 10 * repeats
-    by_masks = paper.PaperRecipe(
-        backbone, space, checked_operator(paper.OPERATOR, layout), budget, steps, lambda x: x, where
-    )
+
+    def alone(sums: Tensor) -> Tensor:
+        return sums
+
+    by_masks = paper.PaperRecipe(model, space, checked_operator(paper.OPERATOR, layout), budget, steps, alone)
+    start = fast.starts(space, budget)[0]
     operator = checked_operator(fast.OPERATOR, layout)
-    by_slopes = fast.FastRecipe(
-        backbone, space, operator, budget, fast.starts(space, budget)[0], steps, 0, lambda x: x
-    )
-
-    def slopes() -> None:
-        with torch.no_grad():
-            by_slopes.step(images, labels, model(images))
-
+    by_slopes = fast.FastRecipe(model, space, operator, budget, steps, start, 0, alone)
     runs: dict[str, Callable[[], object]] = {
         "plain forward + backward": lambda: plain_step(backbone, images, labels),
-        "paper recipe step": lambda: by_masks.step(images, labels, labels),
-        "fast recipe step": slopes,
+        "paper recipe step": lambda: by_masks.step(images, labels),
+        "fast recipe step": lambda: by_slopes.step(images, labels),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks: dict[str, float] = {}

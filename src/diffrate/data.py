@@ -30,6 +30,7 @@ from diffrate.models import first_line, input_size
 
 MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jpg and jpeg
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
+TRAIN_SPLITS = ("train", "training", "search")
 
 
 class UnreadableImageError(DiffRateError):
@@ -170,19 +171,20 @@ def build_dataset(
     *,
     batch_size: int = 1,
     grey: bool = False,
+    usual: tuple[str, ...] = EVAL_SPLITS,
 ) -> Any:
-    """The images behind timm's `--data-dir --dataset --split` flags."""
+    """The images behind timm's `--data-dir --dataset --split` flags; `usual` are the splits to look for without one."""
     root = data_dir
     if "/" not in dataset:
         if data_dir is None:
             raise DiffRateError("give --data-dir, the folder with the images")
-        root = find_folder(Path(data_dir), split)
+        root = find_folder(Path(data_dir), split, usual)
     add_img_extensions(MORE_EXTENSIONS)
     try:
         found = create_dataset(
             dataset,
             root=None if root is None else str(root),
-            split=split or "validation",
+            split=split or usual[0],
             search_split=False,
             class_map=class_map,  # type: ignore[arg-type]  # timm takes a file's name too
             batch_size=batch_size,
@@ -204,15 +206,15 @@ def build_dataset(
     return Images(found, labels)
 
 
-def find_folder(data_dir: Path, split: str | None) -> Path:
-    """The folder of a split: the one of that name, or without a name the validation split, if there is one."""
+def find_folder(data_dir: Path, split: str | None, usual: tuple[str, ...] = EVAL_SPLITS) -> Path:
+    """The folder of a split: the one of that name, or without a name the first usual one, if there is one."""
     if not data_dir.exists():
         raise DiffRateError(f"data folder {data_dir} does not exist")
     if split is not None:
         if not (data_dir / split).is_dir():
             raise DiffRateError(f"data folder {data_dir} has no split '{split}'")
         return data_dir / split
-    return next((data_dir / name for name in EVAL_SPLITS if (data_dir / name).is_dir()), data_dir)
+    return next((data_dir / name for name in usual if (data_dir / name).is_dir()), data_dir)
 
 
 def class_indices(class_to_idx: Mapping[str, int]) -> dict[int, int]:
@@ -274,7 +276,7 @@ def search_datasets(
     """The images of a search twice: augmented, and as an evaluation sees them.
 
     Light augmentation is a crop of at least a third of the image and mirroring; `heavy` is the paper's: small crops,
-    RandAugment(9, 0.5) and random erasing. Of a stream the first `most` images are taken.
+    RandAugment(9, 0.5) and random erasing. Without a split, the training images. Of a stream the first `most`.
     """
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     shared: dict[str, Any] = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
@@ -289,7 +291,8 @@ def search_datasets(
     plain = create_transform(
         is_training=False, crop_pct=config["crop_pct"], crop_mode=config["crop_mode"], **shared
     )
-    found = build_dataset(data_dir, dataset, split, class_map, labels, grey=config["input_size"][0] == 1)
+    grey = config["input_size"][0] == 1
+    found = build_dataset(data_dir, dataset, split, class_map, labels, grey=grey, usual=TRAIN_SPLITS)
     if labels:
         _check_labels(found, model)
     if isinstance(found, IterableDataset):

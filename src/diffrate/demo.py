@@ -1,8 +1,8 @@
 """The demonstration: search a schedule for the embedded model, and hold it against simple ones at the same MACs.
 
 Everything is real: the search runs on the images that ship for it, every number comes from test images that neither
-the training nor the search has seen, and all models run on the same batches in turn, so that the ratio of their speeds
-holds even on a machine that is busy with other things.
+the training nor the search has seen, and all models run on the same batches in turn. On a machine that is busy with
+other things the speeds still mean little.
 """
 
 from __future__ import annotations

@@ -5,32 +5,19 @@ import subprocess
 import sys
 
 import pytest
-import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
 import diffrate
-from conftest import TINY_FLAGS, write_image
-from diffrate.searching import fast, paper
+from conftest import TINY_FLAGS, random_vit, write_image
+from diffrate.searching import fast, paper, report
 from diffrate.searching.images import SearchImages
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    arguments = {
-        "img_size": 32,
-        "patch_size": 4,
-        "embed_dim": 32,
-        "depth": 5,
-        "num_heads": 2,
-        "num_classes": 7,
-    }
-    vit = timm.create_model("vit_tiny_patch16_224", **arguments)
-    for parameter in vit.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return vit
+    return random_vit(depth=5)
 
 
 @pytest.fixture
@@ -95,7 +82,7 @@ def test_resume_ends_where_an_undisturbed_run_ends(model, data, tmp_path, monkey
             raise KeyboardInterrupt
         return step(self, *arguments)
 
-    monkeypatch.setattr("diffrate.searching.report.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(report, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(cls, "step", killed)
     with pytest.raises(KeyboardInterrupt):
         run(model, data, "75%,60%", recipe=recipe, output=tmp_path / "run")
@@ -132,9 +119,7 @@ def test_a_folder_holds_one_search(model, data, tmp_path):
 
 
 def test_without_progress_on_held_out_images_the_search_stops(model, data, monkeypatch):
-    monkeypatch.setattr(
-        "diffrate.searching.run._Search._divergence", lambda self, schedule, batches=None: 1.0
-    )
+    monkeypatch.setattr(HeldOut, "divergence", lambda *_, **__: 1.0)
     found = run(model, data, steps=20, checks=10, patience=2)
     assert found.schedule.made["stopped_at"] == 2  # the first of equals
     assert len(found.history) == 16  # two checks without a better one, once the counts are being averaged

@@ -1,35 +1,19 @@
 """Measured slopes: every variant in the shared walk gives what a model compressed by it gives."""
 
 import pytest
-import timm
 import torch
 
 import diffrate
+from conftest import random_vit
 from diffrate.backbones import backbone_of
 from diffrate.compressed import checked_operator
 from diffrate.costs.macs import MacCost
 from diffrate.operator import Operator
 from diffrate.searching.budget import Space
 from diffrate.searching.descent import Descent, perturbed
-from diffrate.searching.fast import OPERATOR, divergence
+from diffrate.searching.fast import OPERATOR
+from diffrate.searching.held_out import divergence
 from diffrate.searching.slopes import variant_logits
-
-
-def tiny(**changes):
-    torch.manual_seed(0)
-    arguments = {
-        "img_size": 32,
-        "patch_size": 4,
-        "embed_dim": 32,
-        "depth": 6,
-        "num_heads": 2,
-        "num_classes": 7,
-    }
-    model = timm.create_model("vit_tiny_patch16_224", **(arguments | changes)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
-
 
 CASES = {
     "each block up or down": ([65, 60, 50, 40, 30, 1], [65, 62, 44, 42, 24, 1]),
@@ -44,7 +28,7 @@ CASES = {
     "operator", [OPERATOR, Operator(), Operator(operation="prune")], ids=["fast", "paper", "prune"]
 )
 def test_variants_equal_separate_models(kept, changed, operator):
-    model = tiny()
+    model = random_vit(depth=6)
     images = torch.randn(3, 3, 32, 32)
     operator = checked_operator(operator, backbone_of(model).layout)
     with torch.no_grad():
@@ -60,7 +44,7 @@ def test_variants_equal_separate_models(kept, changed, operator):
 
 
 def test_blocks_past_the_given_ones_are_left_alone():
-    model = tiny(global_pool="avg")
+    model = random_vit(depth=6, global_pool="avg")
     images = torch.randn(2, 3, 32, 32)
     operator = checked_operator(OPERATOR, backbone_of(model).layout)
     with torch.no_grad():
@@ -86,7 +70,7 @@ def test_divergence_is_kl():
 
 
 def test_perturbations_stay_between_neighbours_where_they_can():
-    backbone = backbone_of(tiny())
+    backbone = backbone_of(random_vit(depth=6))
     space = Space.of(backbone, MacCost.of_backbone(backbone))
     kept = [65, 65, 50, 49, 30, 1]
     for up in ([True] * 6, [False] * 6):
@@ -104,7 +88,7 @@ def test_perturbations_stay_between_neighbours_where_they_can():
 
 def test_descent_finds_the_optimum_of_a_known_loss():
     """Loss sum(weight / count): at the optimum, weight / count^2 is proportional to the cost of a token."""
-    backbone = backbone_of(tiny())
+    backbone = backbone_of(random_vit(depth=6))
     space = Space.of(backbone, MacCost.of_backbone(backbone))
     budget = 0.6 * space.cost.of_schedule(None)
     weight = torch.tensor([0.0, 9.0, 8.0, 4.0, 1.0, 0.0], dtype=torch.float64)

@@ -15,6 +15,7 @@ from torch import Tensor
 from diffrate.backbones import Backbone
 from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
+from diffrate.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class Space:
     def free(self) -> Tensor:
         """(L',) which blocks have a choice."""
         return self.most > self.least
+
+    def freely(self) -> Tensor:
+        """(L',) a step of one token in every block that has a choice, and next to none elsewhere."""
+        return torch.where(self.free, 1.0, 1e-3).double()
+
+    def searched(self, schedule: Schedule) -> Tensor:
+        """(L',) the counts of a schedule that are this search's to choose."""
+        return torch.tensor(schedule.effective.merge[: len(self.least)], dtype=torch.float64)
 
     def gmacs(self, counts: Tensor) -> Tensor:
         left_alone = counts[..., -1:].expand(*counts.shape[:-1], self.depth - counts.shape[-1])

@@ -1,23 +1,25 @@
 """The fast recipe: descent on measured slopes of the divergence from the uncompressed model.
 
-No labels, no proxies and no backward pass: see slopes.py for how a dozen slopes are measured at the price of one, and
-descent.py for what is done with them. Merging only, by importance-weighted means, of the tokens that lose least.
+No labels, no proxies and no backward pass: see slopes.py for how a dozen slopes are measured at the price of a few
+forward passes, and descent.py for what is done with them. Merging only, by importance-weighted means, of the tokens
+that lose least.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diffrate.backbones import Backbone
+from diffrate.backbones import backbone_of
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Space, project, rounded
 from diffrate.searching.descent import Descent, perturbed
+from diffrate.searching.held_out import HeldOut, divergence, logits_of
 from diffrate.searching.slopes import variant_logits
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
@@ -28,37 +30,41 @@ TRAVEL = 120  # tokens of 197 that a count could travel at the first step's leng
 class FastRecipe:
     """One budget's search. `reduce` adds sums over all processes."""
 
+    returns_last: ClassVar[bool] = False  # held-out images choose among its answers
+
     def __init__(
         self,
-        backbone: Backbone,
+        model: nn.Module,
         space: Space,
         operator: Operator,
         budget: float,
-        start: Tensor,
         steps: int,
+        start: Tensor,
         seed: int,
         reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        self.backbone, self.operator, self.reduce, self.seed = backbone, operator, reduce, seed
+        self.model, self.operator, self.reduce, self.seed = model, operator, reduce, seed
+        self.backbone = backbone_of(model)
         length = TRAVEL / steps * space.tokens / 197
         self.descent = Descent(
             start, budget, space, steps, first_step=length, last_step=length / 10, relative=0.5
         )
 
-    def step(self, images: Tensor, labels: Tensor, teacher: Tensor) -> float:
+    @torch.no_grad()
+    def step(self, images: Tensor, labels: Tensor) -> float:
         """Measure the slopes on these images and move the counts; returns the loss at the counts before."""
+        self.model.eval()
         kept = self.counts()
         draw = random.Random(f"{self.seed}-{self.descent.budget}-{self.descent.done}")
         changed = perturbed(kept, self.descent.space, SHARE, [draw.random() < 0.5 for _ in kept])
         logits = variant_logits(self.backbone, images, kept, changed, self.operator)
-        sums = divergence(teacher, logits).sum(dim=-1, dtype=torch.float64)  # (1 + L',)
-        sums = self.reduce(torch.cat([sums, sums.new_tensor([images.shape[0]])])).cpu()
+        each = divergence(logits_of(self.model, images), logits)  # (1 + L', B)
+        sums = torch.cat([each.sum(dim=-1, dtype=torch.float64), each.new_tensor([each.shape[1]])])
+        sums = self.reduce(sums).cpu()
         losses = sums[:-1] / sums[-1]
         difference = torch.tensor(changed, dtype=torch.float64) - torch.tensor(kept, dtype=torch.float64)
-        slopes = torch.where(
-            difference == 0, 0.0, (losses[1:] - losses[0]) / difference.where(difference != 0, 1.0)
-        )
-        self.descent.update(slopes)
+        rise = losses[1:] - losses[0]
+        self.descent.update(torch.where(difference == 0, 0.0, rise / difference.where(difference != 0, 1.0)))
         return float(losses[0])
 
     def counts(self) -> list[int]:
@@ -69,11 +75,7 @@ class FastRecipe:
     def answer(self) -> Schedule:
         """The schedule that this search would return now."""
         d = self.descent
-        return self.schedule(rounded(d.answer(), d.budget, d.space))
-
-    def schedule(self, counts: list[int]) -> Schedule:
-        kept = self.descent.space.every_block(counts)
-        return Schedule(kept, kept, self.backbone.layout.prefix, self.operator)
+        return schedule_of(rounded(d.answer(), d.budget, d.space), d.space, self.operator)
 
     def state(self) -> dict[str, Any]:
         return self.descent.state()
@@ -82,16 +84,30 @@ class FastRecipe:
         self.descent.restore(state)
 
 
-def divergence(teacher: Tensor, logits: Tensor) -> Tensor:
-    """KL(teacher || student) per image, (..., B), in fp32."""
-    target = teacher.float().log_softmax(dim=-1)
-    return (target.exp() * (target - logits.float().log_softmax(dim=-1))).sum(dim=-1)
+def schedule_of(counts: list[int], space: Space, operator: Operator) -> Schedule:
+    kept = space.every_block(counts)
+    return Schedule(kept, kept, space.prefix, operator)
+
+
+def best_start(
+    space: Space, budget: float, operator: Operator, held_out: HeldOut, last: Schedule | None
+) -> Tensor:
+    """Where to begin: at the answer for the budget before, or at the best of a few simple schedules."""
+    if last is not None:
+        return project(space.searched(last), budget, space, space.freely())
+    candidates = starts(space, budget) or [project(space.most, budget, space, space.freely())]
+    if len(candidates) == 1:
+        return candidates[0]
+
+    def loss(counts: Tensor) -> float:
+        return held_out.divergence(schedule_of(rounded(counts, budget, space), space, operator), batches=1)
+
+    return min(candidates, key=loss)
 
 
 def starts(space: Space, budget: float) -> list[Tensor]:
-    """Simple schedules on the budget to begin from: image tokens falling by a constant factor, or as 1 - a d^p."""
+    """Simple schedules on the budget: image tokens falling by a constant factor, or as 1 - a d^p."""
     depth = torch.linspace(0, 1, len(space.least), dtype=torch.float64)
-    step = torch.where(space.free, 1.0, 1e-3).double()
 
     def solve(shape: Callable[[float], Tensor]) -> Tensor | None:
         def counts(a: float) -> Tensor:
@@ -104,7 +120,7 @@ def starts(space: Space, budget: float) -> list[Tensor]:
         for _ in range(50):
             middle = (low + high) / 2
             low, high = (middle, high) if float(space.gmacs(counts(middle))) > budget else (low, middle)
-        return project(counts(high), budget, space, step)
+        return project(counts(high), budget, space, space.freely())
 
     def power(p: float) -> Callable[[float], Tensor]:
         return lambda a: 1 - a * depth**p

@@ -66,7 +66,7 @@ class SearchImages:
             raise DiffRateError("the augmented and the plain images of a search must be the same ones")
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
         held = max(1, round(held_out * count))
-        self.seed = seed
+        self.seed, self.count = seed, count
         self.held_out, self.training = sorted(order[:held]), sorted(order[held:])
         self.augmented, self.plain = SeededItems(augmented), SeededItems(plain)
 

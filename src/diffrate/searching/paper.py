@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from diffrate.backbones import Backbone
+from diffrate.backbones import backbone_of
 from diffrate.errors import DiffRateError
 from diffrate.masking import masked_logits
 from diffrate.operator import Operator
@@ -24,18 +24,23 @@ LEARNING_RATE = (0.01, 0.001)
 GRANULARITY = 4
 
 
+Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class PaperRecipe:
     """One budget's search, as published: uniform start, cross-entropy, AdamW with a cosine, here per step."""
 
+    returns_last: ClassVar[bool] = True  # what the proxies have learned at the end is the answer
+
     def __init__(
         self,
-        backbone: Backbone,
+        model: nn.Module,
         space: Space,
         operator: Operator,
         budget: float,
         steps: int,
         reduce: Callable[[Tensor], Tensor],
-        device: torch.device,
+        mix: Mix | None = None,
     ) -> None:
         if operator.operation == "merge-prune" or operator.choice != "rank":
             raise DiffRateError(
@@ -43,40 +48,41 @@ class PaperRecipe:
             )
         if operator.importance not in ("class-attention", "image-attention"):
             raise DiffRateError("the paper's recipe ranks by class attention or image attention")
-        self.backbone, self.space, self.operator = backbone, space, operator
-        self.budget, self.steps, self.reduce, self.done = budget, steps, reduce, 0
-        last = 0 if backbone.layout.compresses_last_block else 1
-        self.compressed = list(range(1, backbone.layout.depth - last))
-        patches = backbone.layout.tokens - backbone.layout.prefix
+        self.model, self.space, self.operator = model, space, operator
+        self.backbone = backbone_of(model)
+        self.budget, self.steps, self.reduce, self.mix, self.done = budget, steps, reduce, mix, 0
+        layout = self.backbone.layout
+        self.compressed = list(range(1, layout.depth if layout.compresses_last_block else layout.depth - 1))
+        device = next(model.parameters()).device
+        patches = layout.tokens - layout.prefix
         self.prune = DiscreteProxy(len(self.compressed), patches, GRANULARITY).to(device)
         self.merge = DiscreteProxy(len(self.compressed), patches, GRANULARITY).to(device)
         self.optimizer = torch.optim.AdamW(
             [self.prune.logits, self.merge.logits], lr=LEARNING_RATE[0], weight_decay=0.0
         )
 
-    def step(self, images: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """One step of Algorithm 1; the loss stays on the device."""
+        self.model.train()  # drop path on; the weights are frozen
+        if self.mix is not None:
+            images, labels = self.mix(images, labels)
         first, last = LEARNING_RATE
         progress = self.done / max(self.steps - 1, 1)
-        self.optimizer.param_groups[0]["lr"] = last + (first - last) * 0.5 * (
-            1 + math.cos(math.pi * progress)
-        )
+        rate = last + (first - last) * 0.5 * (1 + math.cos(math.pi * progress))
+        self.optimizer.param_groups[0]["lr"] = rate
         with torch.enable_grad():
             prune, merge = self.prune(), self.merge()
             logits = masked_logits(self.backbone, images, prune, merge, self.compressed, self.operator)
             task = F.cross_entropy(logits.float(), labels)
             over = self.gmacs(prune.count, merge.count) - self.budget
-            gradients = torch.autograd.grad(
-                task + (LAMBDA * over.square()).float(),
-                [self.prune.logits, self.merge.logits],
-                allow_unused=True,
-            )
-        for parameter, gradient in zip((self.prune.logits, self.merge.logits), gradients, strict=True):
+            parameters = [self.prune.logits, self.merge.logits]
+            loss = task + (LAMBDA * over.square()).float()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             # Each process has its share of the batch: the sum of shares is the gradient of the whole.
             gradient = torch.zeros_like(parameter) if gradient is None else gradient
-            total = self.reduce(
-                torch.cat([gradient.flatten() * len(images), gradient.new_tensor([len(images)])])
-            )
+            share = torch.cat([gradient.flatten() * len(images), gradient.new_tensor([len(images)])])
+            total = self.reduce(share)
             parameter.grad = (total[:-1] / total[-1]).view_as(parameter)
         self.optimizer.step()
         self.done += 1
@@ -112,12 +118,8 @@ class PaperRecipe:
     def answer(self) -> Schedule:
         """The learned counts, moved onto the budget: the soft penalty leaves them a few percent off."""
         raw = self.raw().effective
-        blocks = len(self.space.least)
-        counts = torch.tensor(raw.merge[:blocks], dtype=torch.float64)
-        step = torch.where(self.space.free, 1.0, 1e-3).double()
-        merge = self.space.every_block(
-            rounded(project(counts, self.budget, self.space, step), self.budget, self.space)
-        )
+        on = project(self.space.searched(raw), self.budget, self.space, self.space.freely())
+        merge = self.space.every_block(rounded(on, self.budget, self.space))
         merged = [p - m for p, m in zip(raw.prune, raw.merge, strict=True)]
         before = [self.space.tokens, *merge[:-1]]
         prune = [min(b, m + joined) for b, m, joined in zip(before, merge, merged, strict=True)]
@@ -139,3 +141,13 @@ class PaperRecipe:
                 name: torch.tensor(value, device=parameter.device if name != "step" else None)
                 for name, value in moments.items()
             }
+
+
+def check_labels(labels: Tensor, classes: int) -> None:
+    """Refuse labels that the classifier does not have; on the host, before the batch leaves it."""
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest >= classes:
+        found = "none" if lowest < 0 else f"a label {highest}"
+        raise DiffRateError(
+            f"the paper's recipe learns from labels from 0 to {classes - 1}, and these images have {found}"
+        )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich.progress as bars
+from accelerate import Accelerator
 from rich.console import Console
 
 from diffrate.errors import DiffRateError
@@ -24,10 +25,14 @@ class RunFolder:
     """config.json, state.json while running, then the schedules, history.json and kept.png. No path: no files."""
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, config: dict[str, Any], resume: bool, main: bool
+        self,
+        path: str | os.PathLike[str] | None,
+        config: dict[str, Any],
+        resume: bool,
+        accelerator: Accelerator,
     ) -> None:
         self.path = None if path is None else Path(path)
-        self.main, self.resume, self.config, self.saved = main, resume, config, time.monotonic()
+        self.main, self.resume, self.saved = accelerator.is_main_process, resume, time.monotonic()
         if self.path is None:
             if resume:
                 raise DiffRateError("there is nothing to resume without an output folder")
@@ -43,7 +48,8 @@ class RunFolder:
                 raise DiffRateError(
                     f"the search in {self.path} was started with another {', '.join(changed)}"
                 )
-        elif main:
+        accelerator.wait_for_everyone()  # every process has looked before the first one writes
+        if known is None:
             self._write("config.json", config)
 
     def load_state(self) -> dict[str, Any] | None:
@@ -91,7 +97,7 @@ class RunFolder:
 class Progress:
     """One bar a budget: loss, MACs against the budget and the schedule so far."""
 
-    def __init__(self, shown: bool, budgets: int) -> None:
+    def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
         self.bar = bars.Progress(
             bars.TextColumn("{task.description}"),

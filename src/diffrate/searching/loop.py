@@ -1,0 +1,183 @@
+"""The loop that both recipes share: draw a batch, take a step, check on held-out images now and then, save.
+
+Each next, tighter budget starts from the last answer. All that changes is in one Snapshot, which is also the file that
+a resumed run reads.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from diffrate.errors import DiffRateError
+from diffrate.operator import Operator
+from diffrate.schedule import Schedule
+from diffrate.searching.budget import Space
+from diffrate.searching.descent import AVERAGED
+from diffrate.searching.held_out import HeldOut
+from diffrate.searching.images import SearchImages
+from diffrate.searching.report import Progress, RunFolder
+
+
+class Course(Protocol):
+    """One budget's search by some recipe."""
+
+    returns_last: ClassVar[bool]
+
+    def step(self, images: Tensor, labels: Tensor) -> float | Tensor: ...
+    def counts(self) -> list[int]: ...
+    def answer(self) -> Schedule: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a search was asked to do: two runs with equal settings and images end in the same schedules."""
+
+    recipe: str
+    budgets: list[float]
+    operator: Operator
+    steps: int
+    batch_size: int
+    held_out: float
+    checks: int
+    patience: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch_size, self.checks, self.patience) < 1 or not 0 < self.held_out < 1:
+            raise DiffRateError(
+                "steps, batch size, checks and patience must be at least 1, and held_out between 0 and 1"
+            )
+
+    def steps_for(self, budget: int) -> int:
+        """A front costs little more than one search: the first budget gets all steps, the others half."""
+        return self.steps if budget == 0 else max(1, self.steps // 2)
+
+
+@dataclass
+class Snapshot:
+    """Where a search stands: budgets and steps done, the course of the present one, and what was found and seen."""
+
+    budget: int = 0
+    step: int = 0
+    course: dict[str, Any] | None = None
+    best: dict[str, Any] = field(default_factory=dict)
+    found: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Loop:
+    """Runs a search to its end. `begin` makes the course of a budget, from its steps and the last schedule found."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        space: Space,
+        images: SearchImages,
+        held_out: HeldOut,
+        begin: Callable[[float, int, Schedule | None], Course],
+        check_labels: Callable[[Tensor], None],
+        accelerator: Accelerator,
+        folder: RunFolder,
+        bar: Progress,
+        workers: int,
+    ) -> None:
+        self.settings, self.space, self.images, self.held_out = settings, space, images, held_out
+        self.begin, self.check_labels, self.accelerator = begin, check_labels, accelerator
+        self.folder, self.bar, self.workers = folder, bar, workers
+        self.now = Snapshot(**(folder.load_state() or {}))
+        self.started = time.monotonic() - self.now.seconds
+        self._remember(held_out.unreadable)
+
+    def run(self) -> Snapshot:
+        while self.now.budget < len(self.settings.budgets):
+            self._one_budget()
+            self.now.found.append(self.now.best)
+            self.now.budget += 1
+            self.now.step, self.now.course, self.now.best = 0, None, {}
+            self._save()
+        return self.now
+
+    def _one_budget(self) -> None:
+        now, settings = self.now, self.settings
+        budget, steps = settings.budgets[now.budget], settings.steps_for(now.budget)
+        last = Schedule.from_dict(now.found[-1]["schedule"]) if now.found else None
+        course = self.begin(budget, steps, last)
+        if now.course is not None:
+            course.restore(now.course)
+        every = math.ceil(steps / settings.checks)
+        self.bar.start(budget, steps, now.step)
+        offset = now.budget * 100_003  # other images for every budget
+        for batch in self.images.batches(
+            offset + now.step, offset + steps, settings.batch_size, self.workers,
+            self.accelerator.process_index, self.accelerator.num_processes,
+        ):  # fmt: skip
+            self._remember(batch.unreadable)
+            self.check_labels(batch.labels)
+            counts = None if course.returns_last else course.counts()
+            loss = self._step(course, batch.images, batch.labels)
+            now.step += 1
+            checking = now.step % every == 0 or now.step == steps
+            # A loss still on the device is waited for only when there is something to check anyway.
+            entry = self._record(counts or course.counts(), loss, budget) if counts or checking else None
+            self.bar.update(entry)
+            if entry is not None and checking:
+                entry["held_out"] = self._check(course, steps)
+            if checking or self.folder.due():
+                now.course = course.state()
+                self._save()
+            if not course.returns_last and now.best and now.best["without"] >= settings.patience:
+                break
+
+    def _step(self, course: Course, images: Tensor, labels: Tensor) -> float | Tensor:
+        device = self.accelerator.device
+        # What is random in a step is random by its number, so that a resumed run repeats it.
+        torch.manual_seed(self.settings.seed * 1_000_003 + self.now.step)
+        with self.accelerator.autocast():
+            return course.step(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+
+    def _record(self, kept: list[int], loss: float | Tensor, budget: float) -> dict[str, Any]:
+        loss, step = float(loss), self.now.step - 1
+        if not math.isfinite(loss):
+            raise DiffRateError(
+                f"the loss is {loss} at step {step}: the search stopped, and its last good state is kept; "
+                "the model or its images may overflow in this precision"
+            )
+        gmacs = float(self.space.gmacs(torch.tensor(kept[: len(self.space.least)], dtype=torch.float64)))
+        entry = {"budget": budget, "step": step, "loss": loss, "gmacs": gmacs, "kept": kept}
+        self.now.history.append(entry)
+        self.accelerator.log({"loss": loss, "gmacs": gmacs}, step=len(self.now.history))
+        return entry
+
+    def _check(self, course: Course, steps: int) -> float:
+        """Hold the present answer against the best one so far."""
+        now, schedule = self.now, course.answer()
+        divergence = self.held_out.divergence(schedule)
+        if course.returns_last or not now.best or divergence < now.best["divergence"]:
+            now.best = {
+                "schedule": schedule.to_dict(),
+                "divergence": divergence,
+                "step": now.step,
+                "without": 0,
+            }
+        elif now.step > (1 - AVERAGED) * steps:  # before, the counts are still on their way
+            now.best["without"] += 1
+        return divergence
+
+    def _remember(self, unreadable: list[str]) -> None:
+        self.now.unreadable += [reason for reason in unreadable if reason not in self.now.unreadable]
+
+    def _save(self) -> None:
+        self.now.seconds = time.monotonic() - self.started
+        self.folder.save_state(asdict(self.now))
