@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import diffrate
 from conftest import TINY_FLAGS, random_vit, write_image
 from diffrate.searching import fast, paper, report
+from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 
 
