@@ -1,5 +1,6 @@
 """Pruning, merging and the patch map against loops over single tokens, for any shape, tie and operation."""
 
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffrate.errors import DiffRateError
 from diffrate.operator import CHOICES, MEANS, OPERATIONS, Operator
 from diffrate.reduction import merge_last, most_similar, move_patches, rank, reduce_tokens, restore
 from diffrate.tokens import Tokens, start
@@ -36,11 +38,11 @@ def cases(draw):
     return tokens, importance, prune, merge
 
 
+PAIRS = [pair for pair in itertools.product(OPERATIONS, CHOICES) if pair != ("merge-prune", "cost")]
 operators = st.builds(
-    Operator,
-    operation=st.sampled_from(OPERATIONS),
+    lambda pair, **more: Operator(operation=pair[0], choice=pair[1], **more),
+    st.sampled_from(PAIRS),
     mean=st.sampled_from(MEANS),
-    choice=st.sampled_from(CHOICES),
 )
 
 
@@ -249,3 +251,18 @@ def test_most_similar_is_by_angle_not_length():
     assert math.isclose(similarity.item(), 1.0, rel_tol=1e-6)
     zero, _ = most_similar(torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
     assert zero.item() == 0
+
+
+def test_cost_choice_does_not_go_with_merging_first():
+    with pytest.raises(DiffRateError, match="merge-prune"):
+        Operator(operation="merge-prune", choice="cost")
+
+
+def test_similarity_keeps_its_precision_under_autocast():
+    """Tokens that differ by a hundredth: in half precision all of them would be equally similar."""
+    base = torch.ones(1, 1, 64)
+    nearly = base + 1e-2 * torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        similarity, _ = most_similar(nearly, base)
+    assert similarity.dtype == torch.float32
+    assert len(set((1 - similarity).flatten().tolist())) == 5

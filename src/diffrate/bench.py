@@ -13,8 +13,12 @@ from diffrate.backbones import Backbone, backbone_of
 from diffrate.compressed import checked_operator
 from diffrate.costs.macs import MacCost
 from diffrate.devices import autocast, now
+from diffrate.errors import DiffRateError
+from diffrate.modes import frozen
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import Space
+
+WARM_UP = 3  # untimed rounds
 
 
 @dataclass(frozen=True)
@@ -32,50 +36,70 @@ def bench_search(
     batch_size: int = 256,
     budget_share: float = 0.6,
     device: torch.device | str = "cpu",
-    amp: bool = True,
+    amp: bool = False,
     amp_dtype: str = "float16",
     repeats: int = 20,
 ) -> list[StepTime]:
     """Time a plain forward+backward and a step of each recipe on random images and labels, in turns."""
     where = torch.device(device)
-    model = model.to(where).eval().requires_grad_(False)
+    classes = int(getattr(model, "num_classes", 0))
+    if classes < 1:
+        raise DiffRateError("the model has no classifier, so its search steps cannot be timed")
+    model.to(where)
+    with frozen(model):
+        runs = _runs(model, batch_size, budget_share, classes, 10 * repeats, where)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        peaks: dict[str, float] = {}
+        for repeat in range(repeats + WARM_UP):
+            for name, run in runs.items():
+                seconds, peak = _measured(run, where, amp, amp_dtype)
+                if repeat >= WARM_UP:
+                    times[name].append(1000 * seconds)
+                if peak is not None:
+                    peaks[name] = peak
+    return [StepTime(name, statistics.median(ms), _spread(ms), peaks.get(name)) for name, ms in times.items()]
+
+
+def _runs(
+    model: nn.Module, batch_size: int, share: float, classes: int, steps: int, device: torch.device
+) -> dict[str, Callable[[], object]]:
     backbone = backbone_of(model)
-    space = Space.of(backbone, MacCost.of_backbone(backbone))
-    budget = budget_share * space.cost.of_schedule(None)
     layout = backbone.layout
-    images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=where)
-    classes = int(getattr(model, "num_classes", 1000))
-    labels = torch.randint(0, classes, (batch_size,), device=where)
-    steps = 10 * repeats
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    budget = share * space.cost.of_schedule(None)
+    images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=device)
+    labels = torch.randint(0, classes, (batch_size,), device=device)
 
     def alone(sums: Tensor) -> Tensor:
         return sums
 
     by_masks = paper.PaperRecipe(model, space, checked_operator(paper.OPERATOR, layout), budget, steps, alone)
     start = fast.starts(space, budget)[0]
-    operator = checked_operator(fast.OPERATOR, layout)
-    by_slopes = fast.FastRecipe(model, space, operator, budget, steps, start, 0, alone)
-    runs: dict[str, Callable[[], object]] = {
+    by_slopes = fast.FastRecipe(
+        model, space, checked_operator(fast.OPERATOR, layout), budget, steps, start, 0, alone
+    )
+    return {
         "plain forward + backward": lambda: plain_step(backbone, images, labels),
         "paper recipe step": lambda: by_masks.step(images, labels),
         "fast recipe step": lambda: by_slopes.step(images, labels),
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    peaks: dict[str, float] = {}
-    for repeat in range(repeats + 3):
-        for name, run in runs.items():
-            if where.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(where)
-                before = torch.cuda.memory_allocated(where)
-            started = now(where)
-            with autocast(where, amp, amp_dtype):
-                run()
-            seconds = now(where) - started
-            if repeat >= 3:  # warmed up
-                times[name].append(1000 * seconds)
-            if where.type == "cuda":
-                peaks[name] = (torch.cuda.max_memory_allocated(where) - before) / 2**30
-    return [StepTime(name, statistics.median(ms), _spread(ms), peaks.get(name)) for name, ms in times.items()]
+
+
+def _measured(
+    run: Callable[[], object], device: torch.device, amp: bool, amp_dtype: str
+) -> tuple[float, float | None]:
+    """Seconds and, on a GPU, peak GiB above what was in use."""
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    started = now(device)
+    with autocast(device, amp, amp_dtype):
+        run()
+    seconds = now(device) - started
+    if device.type != "cuda":
+        return seconds, None
+    return seconds, (torch.cuda.max_memory_allocated(device) - before) / 2**30
 
 
 def plain_step(backbone: Backbone, images: Tensor, labels: Tensor) -> None:

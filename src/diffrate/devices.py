@@ -35,6 +35,13 @@ def autocast(device: torch.device, amp: bool, amp_dtype: str) -> AbstractContext
     return torch.autocast(device.type, dtype=AMP_DTYPES[amp_dtype])
 
 
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """No mixed precision for a while, where some is on: products that compare nearly equal things need every bit."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def now(device: torch.device) -> float:
     """Seconds on a monotonic clock, once all work queued on `device` is done."""
     if device.type == "cuda":

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from diffrate.devices import autocast, now
 from diffrate.errors import DiffRateError
+from diffrate.modes import evaluating
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,10 @@ def evaluate(
     """Evaluate `model`; with `compare`, that model too, batch by batch in the same pass over the data."""
     device = torch.device(device)
     models = [model] if compare is None else [model, compare]
-    training = [each.training for each in models]
     for each in models:
-        each.to(device).eval()
+        each.to(device)
     runs = [_Run() for _ in models]
-    with torch.inference_mode():
+    with evaluating(*models), torch.inference_mode():
         for images, labels in _tracked(loader, progress):
             images, labels = images.to(device), labels.to(device)
             for each, run in zip(models, runs, strict=True):
@@ -75,8 +75,6 @@ def evaluate(
                 with autocast(device, amp, amp_dtype):
                     logits = each(images)
                 run.add(logits, labels, now(device) - start)
-    for each, was_training in zip(models, training, strict=True):
-        each.train(was_training)
     results = [run.summary() for run in runs]
     if compare is None:
         return Evaluation(**results[0])
@@ -90,6 +88,8 @@ def compare_evaluations(model: Evaluation, reference: Evaluation) -> Comparison:
     """The paired comparison of two evaluations over the same images in the same order."""
     if model.images != reference.images:
         raise DiffRateError(f"cannot pair {model.images} images with {reference.images}")
+    if model.images < 2:
+        raise DiffRateError("a paired comparison needs at least 2 images")
     right = model.correct.double() - reference.correct.double()
     nll = model.nll.double() - reference.nll.double()
     return Comparison(
@@ -105,8 +105,7 @@ def compare_evaluations(model: Evaluation, reference: Evaluation) -> Comparison:
 
 
 def _standard_error(differences: Tensor) -> float:
-    count = len(differences)
-    return differences.std().item() / math.sqrt(count) if count > 1 else math.inf
+    return differences.std().item() / math.sqrt(len(differences))
 
 
 class _Run:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffrate.backbones import Backbone
+from diffrate.devices import full_precision
 from diffrate.operator import Operator
 from diffrate.proxy import Kept, hard_mask
 from diffrate.tokens import Tokens
@@ -192,7 +193,9 @@ def _merge(
     image, image_size = x[:, prefix:], size[:, prefix:]
     with torch.no_grad():
         unit = F.normalize(image.float(), dim=-1)
-        cosine = (unit @ unit.transpose(-2, -1)).masked_fill(~target[:, None, :], float("-inf"))
+        with full_precision(x.device):  # as in reduction.most_similar
+            cosine = unit @ unit.transpose(-2, -1)
+        cosine = cosine.masked_fill(~target[:, None, :], float("-inf"))
         similarity, index = cosine.max(dim=-1)  # without any target: -inf, and nothing may join
         joins = joins & similarity.isfinite()
         index = torch.where(joins, index, torch.arange(index.shape[1], device=x.device))

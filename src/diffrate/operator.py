@@ -45,6 +45,8 @@ class Operator:
             value = getattr(self, field)
             if value not in allowed:
                 raise DiffRateError(f"{field} must be one of {', '.join(allowed)}, not {shown(value)}")
+        if self.operation == "merge-prune" and self.choice == "cost":
+            raise DiffRateError("choice cost merges after pruning: it does not go with operation merge-prune")
         if not isinstance(self.proportional, bool):
             raise DiffRateError(f"proportional must be true or false, not {shown(self.proportional)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:

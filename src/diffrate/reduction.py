@@ -1,6 +1,7 @@
 """Removing tokens: rank, prune, merge, and the way back to the full grid (paper 4.1; spec of the block, steps 3-5).
 
-Functions of tensors that know no model. Tokens keep the order of their importance after a reduction, prefix in front.
+Functions of tensors that know no model. Tokens come out in order of importance, prefix in front (with choice "cost",
+those that were spared from merging come last).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffrate.devices import full_precision
 from diffrate.operator import Operator
 from diffrate.tokens import Tokens
 
@@ -135,7 +137,8 @@ def join(
 
 def most_similar(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """For each of a (B, J, C) its highest cosine similarity to any of b (B, K, C), and which one it is."""
-    cosine = F.normalize(a.float(), dim=-1) @ F.normalize(b.float(), dim=-1).transpose(-2, -1)
+    with full_precision(a.device):  # in half precision all that is very similar would tie
+        cosine = F.normalize(a.float(), dim=-1) @ F.normalize(b.float(), dim=-1).transpose(-2, -1)
     best = cosine.max(dim=-1)
     return best.values, best.indices
 

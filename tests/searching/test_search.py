@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from timm.data import Mixup
 
 import diffrate
 from conftest import TINY_FLAGS, random_vit, write_image
+from diffrate.data import UnreadableImageError
 from diffrate.searching import fast, paper, report
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
@@ -122,7 +125,7 @@ def test_a_folder_holds_one_search(model, data, tmp_path):
 def test_without_progress_on_held_out_images_the_search_stops(model, data, monkeypatch):
     monkeypatch.setattr(HeldOut, "divergence", lambda *_, **__: 1.0)
     found = run(model, data, steps=20, checks=10, patience=2)
-    assert found.schedule.made["stopped_at"] == 2  # the first of equals
+    assert found.schedule.made["best_step"] == 2  # the first of equals
     assert len(found.history) == 16  # two checks without a better one, once the counts are being averaged
 
 
@@ -133,6 +136,8 @@ def test_without_progress_on_held_out_images_the_search_stops(model, data, monke
         ({"budget": "100%"}, "cannot be met"),
         ({"recipe": "magic"}, "fast, paper"),
         ({"held_out": 1.5}, "held_out between 0 and 1"),
+        ({"seed": 10**20}, "seed must be"),
+        ({"steps": 0}, "at least 1"),
     ],
 )
 def test_mistakes_are_one_sentence(model, data, changes, sentence):
@@ -154,10 +159,84 @@ def test_labels_out_of_range_stop_the_papers_recipe_alone(model, data):
     assert run(model, wrong).schedule.merge == run(model, [image for image, _ in data]).schedule.merge
 
 
-def test_a_loss_that_is_not_a_number_stops_with_the_last_good_state(model, data, tmp_path):
-    model.head.weight.data[0, 0] = float("nan")
-    with pytest.raises(diffrate.DiffRateError, match="the loss is nan at step 0"):
-        run(model, data, output=tmp_path)
+@pytest.mark.parametrize("recipe", ["fast", "paper"])
+def test_a_loss_that_is_not_a_number_stops_with_the_last_good_state(
+    model, data, tmp_path, recipe, monkeypatch
+):
+    monkeypatch.setattr(report, "SAVE_SECONDS", 0.0)
+    cls = fast.FastRecipe if recipe == "fast" else paper.PaperRecipe
+    step = cls.step
+
+    def broken(self, images, labels):
+        if (self.descent.done if recipe == "fast" else self.done) == 3:
+            images = images * float("nan")
+        return step(self, images, labels)
+
+    monkeypatch.setattr(cls, "step", broken)
+    with pytest.raises(diffrate.DiffRateError, match="the loss is nan at step 3"):
+        run(model, data, recipe=recipe, output=tmp_path)
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["step"] == 3
+    assert "NaN" not in json.dumps(state)
+
+
+def mixup():
+    return Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=7)
+
+
+def test_mixed_images_are_mixed_by_the_seed_alone(model, data):
+    """timm's Mixup draws from numpy: a resumed run must draw the same, and the caller's own draws go undisturbed."""
+    np.random.seed(1)
+    first = run(model, data, recipe="paper", mix=mixup(), batch_size=7)  # odd: the last image has no partner
+    drawn = np.random.rand()
+    second = run(model, data, recipe="paper", mix=mixup(), batch_size=7)
+    assert first.history == second.history
+    np.random.seed(1)
+    assert drawn == np.random.rand()
+
+
+def test_pooling_heads_that_cannot_mask_tokens_are_refused_by_the_papers_recipe(data):
+    for pool in ("map", "max", "avgmax"):
+        model = random_vit(depth=4, global_pool=pool, class_token=False)
+        with pytest.raises(diffrate.DiffRateError, match="pooling head"):
+            run(model, data, recipe="paper")
+        assert run(model, data).schedule.merge[0] == 64
+
+
+def test_models_without_a_choice_or_a_classifier_are_refused(data):
+    with pytest.raises(diffrate.DiffRateError, match="2 blocks"):
+        run(random_vit(depth=2), data)
+    with pytest.raises(diffrate.DiffRateError, match="no classifier"):
+        run(random_vit(num_classes=0), data)
+
+
+def test_a_budget_above_what_is_free_returns_what_costs_nothing(model, data):
+    """Dropping all but the class token in the last block already saves more than 1 %."""
+    found = run(model, data, "99%")
+    images = torch.stack([image for image, _ in data])
+    with torch.no_grad():
+        whole, compressed = model.eval()(images), diffrate.compress(model, found.schedule)(images)
+    torch.testing.assert_close(compressed, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_batch_may_hold_nothing_but_an_unreadable_image(model, data):
+    class Broken(list):
+        def __getitem__(self, index):
+            if index == images.held_out[-1]:
+                raise UnreadableImageError("cannot read the image 13.png: truncated")
+            return super().__getitem__(index)
+
+    images = SearchImages(data, data, 0.2, 0)
+    found = run(model, Broken(data), batch_size=7)  # 8 held-out images: the eighth is alone in its batch
+    assert found.unreadable == ["cannot read the image 13.png: truncated"]
+
+
+def test_processes_share_each_held_out_batch(data):
+    images = SearchImages(data, data, 0.5, 0)
+    one = [batch.labels.tolist() for batch in images.held_out_batches(8, 0)]
+    shares = [[b.labels.tolist() for b in images.held_out_batches(8, 0, process, 2)] for process in (0, 1)]
+    for whole, a, b in zip(one, *shares, strict=True):
+        assert sorted(whole) == sorted(a + b)
 
 
 def test_order_depends_on_the_seed_alone_and_is_shared_by_processes(data):

@@ -22,7 +22,8 @@ class Layout:
     depth, dim      blocks and width.
     tokens, prefix  sequence length at the model's own input size, and how many leading tokens are protected.
     class_token     whether token 0 is a class token whose attention can rank the others.
-    mean_pooled     whether the head averages (or attends over) image tokens, so that their sizes matter to it.
+    mean_pooled     whether the head looks at image tokens, so that their sizes matter to it.
+    plain_mean      whether it does so by their mean alone, and not by a maximum or by attention.
     img_size        (height, width) of the model's own input; in_chans its channels.
     dynamic         whether other input sizes are accepted.
     """
@@ -33,6 +34,7 @@ class Layout:
     prefix: int
     class_token: bool
     mean_pooled: bool
+    plain_mean: bool
     img_size: tuple[int, int]
     in_chans: int
     dynamic: bool

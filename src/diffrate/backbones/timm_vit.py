@@ -40,6 +40,7 @@ class TimmViT(Backbone):
             prefix=prefix,
             class_token=vit.cls_token is not None,
             mean_pooled=vit.global_pool != "token",
+            plain_mean=vit.global_pool == "avg",
             img_size=(height, width),
             in_chans=_input_channels(vit.patch_embed),
             dynamic=vit.dynamic_img_size,

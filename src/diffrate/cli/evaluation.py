@@ -66,6 +66,10 @@ def eval_command(
     check_target(json)
     if compare and schedule is None:
         raise DiffRateError("--compare compares with the uncompressed model, so it needs a --schedule")
+    if schedule is None and any(
+        value is not None for value in (importance, operation, proportional, merge_mean, choice, seed)
+    ):
+        raise DiffRateError("how tokens are removed matters only with a --schedule")
     where = resolve_device(device)
     size = None if img_size is None else o.read_size(img_size)
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from accelerate import Accelerator
 from timm.data import Mixup
 
 from diffrate.cli import options as o
 from diffrate.cli.output import counts, note, save_json, show_table
-from diffrate.data import search_datasets
+from diffrate.data import preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
@@ -93,7 +95,7 @@ def search_command(
     if recipe not in RECIPES:
         raise DiffRateError(f"--recipe is {' or '.join(RECIPES)}, not {recipe!r}")
     where = resolve_device(device)
-    accelerator = _accelerator(where.type, amp, amp_dtype, tracker, output)
+    accelerator = _accelerator(where, amp, amp_dtype, tracker, output)
     size = None if img_size is None else o.read_size(img_size)
     kwargs = o.read_kwargs(model_kwargs)
     if recipe == "paper":
@@ -106,13 +108,20 @@ def search_command(
     mix: Any = None
     if recipe == "paper":
         mix = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=whole.num_classes)
+    origin = {
+        "checkpoint": None if checkpoint is None else str(checkpoint), "pretrained": pretrained, "model_kwargs": kwargs,
+        "data_dir": None if data_dir is None else str(data_dir), "dataset": dataset, "split": split,
+        "preprocessing": preprocessing(whole, size, crop_pct, mean, std, interpolation),
+    }  # fmt: skip
     if tracker:
         accelerator.init_trackers(
             "diffrate", {"model": model, "budget": budget, "recipe": recipe, "seed": seed}
         )
+        if not accelerator.trackers:
+            raise DiffRateError(f"the tracker {tracker} is not installed")
     result = search(
         whole, data, budget, recipe=recipe, steps=steps, batch_size=batch_size, held_out=held_out, mix=mix, seed=seed,
-        workers=workers, accelerator=accelerator, output=output, resume=resume, name=model,
+        workers=workers, accelerator=accelerator, output=output, resume=resume, name=model, origin=origin,
     )  # fmt: skip
     accelerator.end_training()
     if accelerator.is_main_process:
@@ -126,15 +135,17 @@ def search_command(
 
 
 def _accelerator(
-    device: str, amp: bool | None, amp_dtype: str, tracker: str | None, output: Path
+    device: torch.device, amp: bool | None, amp_dtype: str, tracker: str | None, output: Path
 ) -> Accelerator:
     names = {"float16": "fp16", "bfloat16": "bf16"}
     if amp_dtype not in names:
         raise DiffRateError(f"--amp-dtype must be one of {', '.join(names)}, not {amp_dtype!r}")
-    mixed = device != "cpu" if amp is None else amp
+    mixed = device.type != "cpu" if amp is None else amp
+    if device.index is not None:
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", str(device))
     try:
         return Accelerator(
-            cpu=device == "cpu",
+            cpu=device.type == "cpu",
             mixed_precision=names[amp_dtype] if mixed else "no",
             log_with=tracker,
             project_dir=str(output),
@@ -145,13 +156,13 @@ def _accelerator(
 
 def _show(result: SearchResult, output: Path) -> None:
     show_table(
-        ["budget G", "GMACs", "divergence", "stopped at", "kept tokens per block"],
+        ["budget G", "GMACs", "divergence", "best step", "kept tokens per block"],
         [
             [
                 f"{s.made['budget_gmacs']:.4g}",
                 f"{s.cost['gmacs']:.4f}",
                 f"{s.made['held_out_divergence']:.4f}",
-                s.made["stopped_at"],
+                s.made["best_step"],
                 counts(s.merge),
             ]
             for s in result.schedules

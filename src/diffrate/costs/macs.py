@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffrate.backbones import Backbone, backbone_of
+from diffrate.modes import evaluating
 from diffrate.schedule import Schedule
 
 GIGA = 1e9
@@ -85,12 +86,10 @@ def _embedding_macs(backbone: Backbone) -> float:
     parameter = next(model.parameters())
     image = torch.zeros(1, layout.in_chans, *layout.img_size, dtype=parameter.dtype, device=parameter.device)
     counter = FlopCounterMode(display=False)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()  # a stem's batch norm must not learn from the blank image
-    try:
-        with torch.no_grad(), counter:
-            backbone.embed(image)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        counter,
+    ):  # a stem's batch norm must not learn from the blank image
+        backbone.embed(image)
     return float(counter.get_total_flops()) / 2

@@ -23,7 +23,8 @@ class Space:
     """The counts that a search chooses, and what they cost.
 
     least, most  (L',) bounds of each block's count, equal where it has no choice: the first block keeps everything,
-                 the last of a class-token model nothing but the prefix, which costs no accuracy at all. A model whose
+                 the last of a class-token model nothing but the prefix, which costs no accuracy at all (so that a
+                 budget just below the whole model is met with room to spare). A model whose
                  head looks at every token leaves its last block alone: that block is not among the L'.
     """
 
@@ -36,6 +37,10 @@ class Space:
     @classmethod
     def of(cls, backbone: Backbone, cost: MacCost) -> Space:
         layout = backbone.layout
+        if layout.depth < 3:
+            raise DiffRateError(
+                f"a model of {layout.depth} blocks has none whose tokens a search could choose"
+            )
         blocks = layout.depth if layout.compresses_last_block else layout.depth - 1
         least = torch.full((blocks,), float(layout.prefix + 1), dtype=torch.float64)
         most = torch.full((blocks,), float(layout.tokens), dtype=torch.float64)

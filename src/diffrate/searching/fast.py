@@ -62,6 +62,8 @@ class FastRecipe:
         sums = torch.cat([each.sum(dim=-1, dtype=torch.float64), each.new_tensor([each.shape[1]])])
         sums = self.reduce(sums).cpu()
         losses = sums[:-1] / sums[-1]
+        if not losses.isfinite().all():
+            return float("nan")  # and the counts stay where they were
         difference = torch.tensor(changed, dtype=torch.float64) - torch.tensor(kept, dtype=torch.float64)
         rise = losses[1:] - losses[0]
         self.descent.update(torch.where(difference == 0, 0.0, rise / difference.where(difference != 0, 1.0)))

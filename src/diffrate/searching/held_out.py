@@ -26,6 +26,8 @@ class HeldOut:
         process, processes = accelerator.process_index, accelerator.num_processes
         for batch in images.held_out_batches(batch_size, workers, process, processes):
             self.unreadable += batch.unreadable
+            if not len(batch.images):
+                continue
             with torch.no_grad(), accelerator.autocast():
                 held = batch.images.to(accelerator.device)
                 self.batches.append((held, logits_of(model, held)))

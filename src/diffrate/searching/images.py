@@ -6,8 +6,10 @@ would have seen, and two processes together see what one would.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +24,26 @@ FEWEST = 16
 
 
 class Batch(NamedTuple):
-    """images (B, C, H, W), labels (B,) or -1, and what could not be read."""
+    """images (B, C, H, W), labels (B,) or -1, and what could not be read; perhaps no image at all."""
 
     images: Tensor
     labels: Tensor
     unreadable: list[str]
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """All that is random inside is random by `seed` alone (Python's, numpy's and torch's), and nothing outside."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class SeededItems(Dataset[Any]):
@@ -37,18 +54,11 @@ class SeededItems(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor | None, int, str]:
         index, seed = key
-        before = random.getstate(), np.random.get_state()
         try:
-            with torch.random.fork_rng(devices=[]):
-                random.seed(seed)
-                np.random.seed(seed)
-                torch.manual_seed(seed)
+            with seeded(seed):
                 item = self.dataset[index]
         except UnreadableImageError as error:
             return None, -1, str(error)
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
         image, label = item if isinstance(item, tuple | list) else (item, -1)
         return image, int(label), ""
 
@@ -65,7 +75,7 @@ class SearchImages:
         if count != len(plain):  # type: ignore[arg-type]
             raise DiffRateError("the augmented and the plain images of a search must be the same ones")
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-        held = max(1, round(held_out * count))
+        held = min(max(1, round(held_out * count)), count - 1)
         self.seed, self.count = seed, count
         self.held_out, self.training = sorted(order[:held]), sorted(order[held:])
         self.augmented, self.plain = SeededItems(augmented), SeededItems(plain)
@@ -89,8 +99,10 @@ class SearchImages:
     def held_out_batches(
         self, batch_size: int, workers: int, process: int = 0, processes: int = 1
     ) -> Iterator[Batch]:
-        mine = [(index, 0) for index in self.held_out[process::processes]]
-        return _load(self.plain, [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)], workers)
+        """The held-out images; several processes share each batch, so that together they see what one would."""
+        keys = [(index, 0) for index in self.held_out]
+        batches = [keys[i : i + batch_size][process::processes] for i in range(0, len(keys), batch_size)]
+        return _load(self.plain, [batch for batch in batches if batch], workers)
 
 
 def _load(dataset: SeededItems, keys: Sequence[list[tuple[int, int]]], workers: int) -> Iterator[Batch]:
@@ -102,19 +114,12 @@ def _collate(items: list[tuple[Tensor | None, int, str]]) -> Batch:
     images = [image for image, _, _ in items if image is not None]
     labels = [label for image, label, _ in items if image is not None]
     unreadable = [reason for _, _, reason in items if reason]
-    if not images:
-        raise DiffRateError(f"none of the images of a batch could be read; the first: {unreadable[0]}")
-    return Batch(torch.stack(images), torch.tensor(labels), unreadable)
+    return Batch(torch.stack(images) if images else torch.empty(0), torch.tensor(labels), unreadable)
 
 
-_orders: dict[tuple[int, int, int], list[int]] = {}
-
-
+@functools.lru_cache(maxsize=8)
 def _permutation(seed: int, epoch: int, n: int) -> list[int]:
-    key = (seed, epoch, n)
-    if key not in _orders:
-        if len(_orders) > 8:
-            _orders.clear()
-        generator = torch.Generator().manual_seed(seed * 7919 + epoch + 1)
-        _orders[key] = torch.randperm(n, generator=generator).tolist()
-    return _orders[key]
+    order: list[int] = torch.randperm(
+        n, generator=torch.Generator().manual_seed(seed * 7919 + epoch + 1)
+    ).tolist()
+    return order

@@ -16,13 +16,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Space
 from diffrate.searching.descent import AVERAGED
 from diffrate.searching.held_out import HeldOut
-from diffrate.searching.images import SearchImages
+from diffrate.searching.images import SearchImages, seeded
 from diffrate.searching.report import Progress, RunFolder
 
 
@@ -57,6 +57,8 @@ class Settings:
             raise DiffRateError(
                 "steps, batch size, checks and patience must be at least 1, and held_out between 0 and 1"
             )
+        if not 0 <= self.seed < 2**31:
+            raise DiffRateError(f"seed must be from 0 to {2**31 - 1}, not {shown(self.seed)}")
 
     def steps_for(self, budget: int) -> int:
         """A front costs little more than one search: the first budget gets all steps, the others half."""
@@ -92,12 +94,14 @@ class Loop:
         folder: RunFolder,
         bar: Progress,
         workers: int,
+        started: float,
     ) -> None:
         self.settings, self.space, self.images, self.held_out = settings, space, images, held_out
         self.begin, self.check_labels, self.accelerator = begin, check_labels, accelerator
         self.folder, self.bar, self.workers = folder, bar, workers
-        self.now = Snapshot(**(folder.load_state() or {}))
-        self.started = time.monotonic() - self.now.seconds
+        self.started = started
+        self.now = folder.load_state(Snapshot)
+        self.started -= self.now.seconds
         self._remember(held_out.unreadable)
 
     def run(self) -> Snapshot:
@@ -119,41 +123,55 @@ class Loop:
         every = math.ceil(steps / settings.checks)
         self.bar.start(budget, steps, now.step)
         offset = now.budget * 100_003  # other images for every budget
+        if self._stops(course):
+            return
         for batch in self.images.batches(
             offset + now.step, offset + steps, settings.batch_size, self.workers,
             self.accelerator.process_index, self.accelerator.num_processes,
         ):  # fmt: skip
             self._remember(batch.unreadable)
+            if not len(batch.images):
+                raise DiffRateError(f"no image of a batch could be read; the first: {batch.unreadable[0]}")
             self.check_labels(batch.labels)
             counts = None if course.returns_last else course.counts()
             loss = self._step(course, batch.images, batch.labels)
             now.step += 1
             checking = now.step % every == 0 or now.step == steps
-            # A loss still on the device is waited for only when there is something to check anyway.
+            saving = checking or self.folder.due()
+            if counts or saving:  # a loss still on the device is waited for only when it must be known
+                loss = self._finite(loss)
             entry = self._record(counts or course.counts(), loss, budget) if counts or checking else None
             self.bar.update(entry)
             if entry is not None and checking:
                 entry["held_out"] = self._check(course, steps)
-            if checking or self.folder.due():
+            if saving:
                 now.course = course.state()
                 self._save()
-            if not course.returns_last and now.best and now.best["without"] >= settings.patience:
+            if self._stops(course):
                 break
 
     def _step(self, course: Course, images: Tensor, labels: Tensor) -> float | Tensor:
         device = self.accelerator.device
         # What is random in a step is random by its number, so that a resumed run repeats it.
-        torch.manual_seed(self.settings.seed * 1_000_003 + self.now.step)
-        with self.accelerator.autocast():
+        number = (self.settings.seed * 1_000_003 + self.now.budget * 100_003 + self.now.step) % 2**31
+        with seeded(number, device), self.accelerator.autocast():
             return course.step(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+
+    def _stops(self, course: Course) -> bool:
+        """Whether the last checks brought nothing better, for a recipe that does not simply return its last answer."""
+        return not course.returns_last and self.now.best.get("without", 0) >= self.settings.patience
+
+    def _finite(self, loss: float | Tensor) -> float:
+        loss = float(loss)
+        if not math.isfinite(loss):
+            raise DiffRateError(
+                f"the loss is {loss} at step {self.now.step - 1}: the search stopped, and its last good state is kept; "
+                "the model or its images may overflow in this precision"
+            )
+        return loss
 
     def _record(self, kept: list[int], loss: float | Tensor, budget: float) -> dict[str, Any]:
         loss, step = float(loss), self.now.step - 1
-        if not math.isfinite(loss):
-            raise DiffRateError(
-                f"the loss is {loss} at step {step}: the search stopped, and its last good state is kept; "
-                "the model or its images may overflow in this precision"
-            )
         gmacs = float(self.space.gmacs(torch.tensor(kept[: len(self.space.least)], dtype=torch.float64)))
         entry = {"budget": budget, "step": step, "loss": loss, "gmacs": gmacs, "kept": kept}
         self.now.history.append(entry)

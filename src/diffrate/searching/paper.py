@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from diffrate.backbones import backbone_of
@@ -22,6 +23,7 @@ OPERATOR = Operator()
 LAMBDA = 5.0  # weight of (GMACs - budget)^2
 LEARNING_RATE = (0.01, 0.001)
 GRANULARITY = 4
+SCALE = 4096.0  # of the loss in the backward pass: in half precision small gradients would vanish
 
 
 Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -48,10 +50,14 @@ class PaperRecipe:
             )
         if operator.importance not in ("class-attention", "image-attention"):
             raise DiffRateError("the paper's recipe ranks by class attention or image attention")
+        layout = backbone_of(model).layout
+        if layout.mean_pooled and not layout.plain_mean:
+            raise DiffRateError(
+                "the paper's recipe masks tokens, which this model's pooling head cannot do; use fast"
+            )
         self.model, self.space, self.operator = model, space, operator
         self.backbone = backbone_of(model)
         self.budget, self.steps, self.reduce, self.mix, self.done = budget, steps, reduce, mix, 0
-        layout = self.backbone.layout
         self.compressed = list(range(1, layout.depth if layout.compresses_last_block else layout.depth - 1))
         device = next(model.parameters()).device
         patches = layout.tokens - layout.prefix
@@ -63,9 +69,12 @@ class PaperRecipe:
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """One step of Algorithm 1; the loss stays on the device."""
-        self.model.train()  # drop path on; the weights are frozen
+        for module in self.model.modules():
+            if isinstance(module, DropPath):
+                module.train()
         if self.mix is not None:
-            images, labels = self.mix(images, labels)
+            even = len(images) // 2 * 2  # images are mixed in pairs
+            images, labels = self.mix(images[:even], labels[:even])
         first, last = LEARNING_RATE
         progress = self.done / max(self.steps - 1, 1)
         rate = last + (first - last) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -77,10 +86,10 @@ class PaperRecipe:
             over = self.gmacs(prune.count, merge.count) - self.budget
             parameters = [self.prune.logits, self.merge.logits]
             loss = task + (LAMBDA * over.square()).float()
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            gradients = torch.autograd.grad(SCALE * loss, parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             # Each process has its share of the batch: the sum of shares is the gradient of the whole.
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient / SCALE
             share = torch.cat([gradient.flatten() * len(images), gradient.new_tensor([len(images)])])
             total = self.reduce(share)
             parameter.grad = (total[:-1] / total[-1]).view_as(parameter)
@@ -89,7 +98,7 @@ class PaperRecipe:
         return task.detach()
 
     def gmacs(self, prune: Tensor, merge: Tensor) -> Tensor:
-        """Algorithm 2: the running minimum of the counts, with the straight-through gradient of its maximum."""
+        """Algorithm 2: the running minimum of the counts; straight through it, every block gets its own gradient."""
         prefix, device = self.backbone.layout.prefix, prune.device
         own = torch.minimum(prune, merge) if self.operator.operation == "prune-merge" else merge
         before = torch.full((1,), float(self.space.tokens - prefix), device=device)
@@ -116,7 +125,11 @@ class PaperRecipe:
         return list(self.raw().effective.merge)
 
     def answer(self) -> Schedule:
-        """The learned counts, moved onto the budget: the soft penalty leaves them a few percent off."""
+        """The learned counts, moved onto the budget, which the soft penalty leaves a few percent off.
+
+        In the last block of a class-token model only the prefix stays, as in every search here: what the proxy learned
+        there goes to the other blocks.
+        """
         raw = self.raw().effective
         on = project(self.space.searched(raw), self.budget, self.space, self.space.freely())
         merge = self.space.every_block(rounded(on, self.budget, self.space))

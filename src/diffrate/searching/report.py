@@ -6,7 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich.progress as bars
 from accelerate import Accelerator
@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from diffrate.searching.run import SearchResult
 
 SAVE_SECONDS = 2.0
+T = TypeVar("T")
 
 
 class RunFolder:
-    """config.json, state.json while running, then the schedules, history.json and kept.png. No path: no files."""
+    """config.json, state.json with all that a resumed run needs, and at the end schedules, history.json and kept.png.
+
+    Without a path nothing is written.
+    """
 
     def __init__(
         self,
@@ -52,8 +56,13 @@ class RunFolder:
         if known is None:
             self._write("config.json", config)
 
-    def load_state(self) -> dict[str, Any] | None:
-        return self._read("state.json") if self.resume else None
+    def load_state(self, kind: type[T]) -> T:
+        """The saved state of a search that is resumed, otherwise a new one."""
+        values = (self._read("state.json") or {}) if self.resume else {}
+        try:
+            return kind(**values)
+        except TypeError as error:
+            raise DiffRateError(f"{self.path} holds a state that is not this program's: {error}") from error
 
     def due(self) -> bool:
         """Whether the state is old enough to be worth saving again."""
@@ -86,7 +95,9 @@ class RunFolder:
     def _read(self, name: str) -> dict[str, Any] | None:
         assert self.path is not None
         try:
-            values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+            values = json.loads((self.path / name).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError("no object")
             return values
         except FileNotFoundError:
             return None

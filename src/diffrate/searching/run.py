@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -18,6 +19,7 @@ from diffrate.backbones import backbone_of
 from diffrate.compressed import CompressedModel, checked_operator
 from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
+from diffrate.modes import frozen
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching import fast, paper
@@ -71,6 +73,7 @@ def search(
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     name: str | None = None,
+    origin: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> SearchResult:
     """Learn how many tokens each block of `model` may keep within `budget`.
@@ -82,11 +85,15 @@ def search(
     held_out    share of the images kept apart; they decide, `checks` times a budget, which schedule is returned and,
                 after `patience` checks without a better one in the last part, when to stop.
     mix         for the paper's recipe: mixes a batch of images and labels (timm's Mixup).
-    output      folder for schedule, history, configuration and plot; with `resume` an interrupted search there goes on.
+    output      folder for schedule, history, configuration and plot; with `resume` an interrupted search there goes on,
+                if `origin` (where weights and images come from) and everything else are the same.
     """
     if recipe not in RECIPES:
         raise DiffRateError(f"recipe must be one of {', '.join(RECIPES)}, not {recipe!r}")
+    started = time.monotonic()
     model = model.original if isinstance(model, CompressedModel) else model
+    if not getattr(model, "num_classes", 1) or getattr(model, "global_pool", None) == "":
+        raise DiffRateError("the model has no classifier, whose answers a search could compare")
     accelerator = accelerator or Accelerator(mixed_precision="fp16" if torch.cuda.is_available() else "no")
     model.to(accelerator.device)
     backbone = backbone_of(model)
@@ -103,15 +110,14 @@ def search(
     )  # fmt: skip
     augmented, plain = data if isinstance(data, tuple) else (data, data)
     images = SearchImages(augmented, plain, held_out, seed)
+    if settings.batch_size < accelerator.num_processes:
+        raise DiffRateError(f"{accelerator.num_processes} processes need a batch of at least as many images")
     config = {
-        **asdict(settings),
-        "model": name,
-        "images": images.count,
-        "tokens": space.tokens,
-        "gmacs": whole,
-    }
+        **asdict(settings), "model": name, "images": images.count, "tokens": space.tokens, "gmacs": whole,
+        "precision": accelerator.mixed_precision, "origin": dict(origin or {}),
+    }  # fmt: skip
     folder = RunFolder(output, config, resume, accelerator)
-    with borrowed(model), Progress(progress and accelerator.is_main_process) as bar:
+    with frozen(model), Progress(progress and accelerator.is_main_process) as bar:
         held = HeldOut(model, images, accelerator, settings.batch_size, workers)
 
         def reduce(sums: Tensor) -> Tensor:
@@ -129,32 +135,18 @@ def search(
             if recipe == "paper":
                 paper.check_labels(labels, int(getattr(model, "num_classes", 0)))
 
-        loop = Loop(settings, space, images, held, begin, check_labels, accelerator, folder, bar, workers)
+        loop = Loop(
+            settings, space, images, held, begin, check_labels, accelerator, folder, bar, workers, started
+        )
         found = loop.run()
     result = SearchResult(
         _finished(found, settings, space, config, backbone.layout.img_size),
         found.history,
         found.seconds,
-        found.unreadable,
+        sorted(set(gather_object(found.unreadable))),
     )
     folder.finish(result)
     return result
-
-
-@contextmanager
-def borrowed(model: nn.Module) -> Iterator[None]:
-    """Freeze a model for as long as it is searched; then every layer is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in learning:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in learning:
-            parameter.requires_grad_(True)
-        for module, training in modes:
-            module.training = training
 
 
 def _finished(
@@ -162,14 +154,15 @@ def _finished(
 ) -> list[Schedule]:
     """The schedules, each with its cost and where it comes from."""
     schedules = []
-    for budget, best in zip(settings.budgets, found.found, strict=True):
+    for i, (budget, best) in enumerate(zip(settings.budgets, found.found, strict=True)):
         schedule = Schedule.from_dict(best["schedule"])
         made = {
             "by": f"diffrate {diffrate.__version__} search",
-            **{name: config[name] for name in ("recipe", "steps", "batch_size", "seed", "images")},
+            **{name: config[name] for name in ("recipe", "batch_size", "seed", "images")},
+            "steps": settings.steps_for(i),
             "budget_gmacs": budget,
             "held_out_divergence": best["divergence"],
-            "stopped_at": best["step"],
+            "best_step": best["step"],
         }
         cost = {"gmacs": space.cost.of_schedule(schedule)}
         schedules.append(replace(schedule, model=config["model"], img_size=img_size, cost=cost, made=made))

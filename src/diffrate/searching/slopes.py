@@ -2,7 +2,7 @@
 
 The straight-through gradient of the paper is biased where it counts (a revived token is taken to live to the end; a
 block above the running minimum gets none). A schedule has only a dozen numbers, so their slopes can be measured
-instead, at the price of about one backward pass: every variant shares the prefix of the walk before its block, and,
+instead, at the price of a few forward passes: every variant shares the prefix of the walk before its block, and,
 because only one count differs, the sequence lengths from the block after it on, so variants join one growing batch.
 """
 
