@@ -1,7 +1,7 @@
 """Search on 1,000 images, three seeds a budget, and what each schedule costs in accuracy on held-out validation images.
 
 Paper: the published search needs the whole of ImageNet; on 1,000 images it ends behind ToMe. Needs a folder with
-`search/` and `val/` splits and a checkpoint; about 2 minutes on one H200.
+`search/` and `val/` splits and a checkpoint; about 4 minutes on one H200.
 
     python reproduce/little_data.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
         --data-dir imagenet --budgets 1.0,0.81,0.655 --seeds 3 --json results/search_vit_tiny.json

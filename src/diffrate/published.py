@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -67,6 +68,16 @@ def table() -> list[dict[str, Any]]:
         }
         for family in FAMILIES
         for budget, counts in _data()[family.name].items()
+    ]
+
+
+def profiles() -> list[list[float]]:
+    """The share of image tokens that each published class-token schedule keeps, block by block."""
+    return [
+        [(n - 1) / (counts["merge"][0] - 1) for n in itertools.accumulate(counts["merge"], min)]
+        for family in FAMILIES
+        if not family.mean_pooled
+        for counts in _data()[family.name].values()
     ]
 
 

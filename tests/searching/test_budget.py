@@ -84,3 +84,13 @@ def test_last_block_keeps_the_prefix_or_is_left_alone(space):
         assert len(every) == 6
         pooled = len(space.least) == 5
         assert every[-1] == (every[-2] if pooled else space.prefix)
+
+
+def test_the_paper_s_shape_is_among_the_starts():
+    """For a model of the paper's own depth, the published schedule nearest in cost, moved onto the budget."""
+    backbone = backbone_of(timm.create_model("vit_tiny_patch16_224"))
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    published = [197, 196, 190, 172, 154, 125, 107, 96, 84, 78, 70]  # DeiT-T at 0.8 G
+    start = rounded(starts(space, 0.81)[-1], 0.81, space)
+    assert max(abs(a - b) for a, b in zip(start[:-1], published, strict=True)) <= 1
+    assert start[-1] == 1

@@ -30,7 +30,7 @@ def demo(
     at half the MACs, on images kept for that, and compares the schedule with two simple ones of the same cost:
     ToMe-like (the same number of tokens merged in every block) and EViT-like (pruning in three steps). Each row says
     how accuracy and loss differ from the uncompressed model on the same test images, with the standard error of that
-    difference, and how fast the model ran on this machine. Takes 2 to 3 minutes on two CPU cores.
+    difference, and how fast the model ran on this machine. Takes one and a half to three minutes on two CPU cores.
 
     What comes next is your own model: diffrate search --help, diffrate eval --help.
 

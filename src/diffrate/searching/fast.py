@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from diffrate.backbones import backbone_of
 from diffrate.operator import Operator
+from diffrate.published import profiles
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Space, project, rounded
 from diffrate.searching.descent import Descent, perturbed
@@ -24,7 +25,7 @@ from diffrate.searching.slopes import variant_logits
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
 SHARE = 0.1  # of a block's tokens, by which its count is changed to measure the slope
-TRAVEL = 120  # tokens of 197 that a count could travel at the first step's length
+TRAVEL = 80  # tokens of 197 that a count could travel at the first step's length
 
 
 class FastRecipe:
@@ -102,13 +103,17 @@ def best_start(
         return candidates[0]
 
     def loss(counts: Tensor) -> float:
-        return held_out.divergence(schedule_of(rounded(counts, budget, space), space, operator), batches=1)
+        return held_out.divergence(schedule_of(rounded(counts, budget, space), space, operator))
 
     return min(candidates, key=loss)
 
 
 def starts(space: Space, budget: float) -> list[Tensor]:
-    """Simple schedules on the budget: image tokens falling by a constant factor, or as 1 - a d^p."""
+    """Schedules on the budget to begin from: simple ones, and the shape that the paper's searches found.
+
+    Simple: image tokens falling by a constant factor, or as 1 - a d^p. The paper's: of the published schedules,
+    stretched to this model's depth, the one that costs closest to the budget.
+    """
     depth = torch.linspace(0, 1, len(space.least), dtype=torch.float64)
 
     def solve(shape: Callable[[float], Tensor]) -> Tensor | None:
@@ -130,5 +135,19 @@ def starts(space: Space, budget: float) -> list[Tensor]:
     def geometric(a: float) -> Tensor:
         return (1 - a) ** (depth * (len(depth) - 1))
 
-    found = map(solve, [geometric, power(1.0), power(1.5), power(2.0)])
+    found = [*map(solve, [geometric, power(1.0), power(1.5)]), _published_start(space, budget)]
     return [counts for counts in found if counts is not None]
+
+
+def _published_start(space: Space, budget: float) -> Tensor:
+    def stretched(profile: list[float]) -> Tensor:
+        blocks = len(profile)
+        depth = torch.linspace(0, blocks - 1, len(space.least), dtype=torch.float64)
+        below = depth.floor().long().clamp_max(blocks - 2)
+        share = torch.tensor(profile, dtype=torch.float64)
+        mixed = share[below] + (share[below + 1] - share[below]) * (depth - below)
+        ideal = space.prefix + (space.tokens - space.prefix) * mixed
+        return torch.minimum(torch.maximum(ideal, space.least), space.most)
+
+    nearest = min(map(stretched, profiles()), key=lambda counts: abs(float(space.gmacs(counts)) - budget))
+    return project(nearest, budget, space, space.freely())

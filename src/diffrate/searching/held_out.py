@@ -33,12 +33,12 @@ class HeldOut:
                 self.batches.append((held, logits_of(model, held)))
 
     @torch.no_grad()
-    def divergence(self, schedule: Schedule, batches: int | None = None) -> float:
-        """Mean divergence of the model under a schedule from the whole one, on all or the first few batches."""
+    def divergence(self, schedule: Schedule) -> float:
+        """Mean divergence of the model under a schedule from the whole one."""
         self.model.eval()
         compressed = compress(self.model, schedule)
         sums = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
-        for images, teacher in self.batches[:batches]:
+        for images, teacher in self.batches:
             with self.accelerator.autocast():
                 each = divergence(teacher, logits_of(compressed, images))
             sums += torch.stack([each.sum(dtype=torch.float64), sums.new_tensor(float(len(each)))])

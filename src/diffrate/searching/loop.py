@@ -123,6 +123,8 @@ class Loop:
         every = math.ceil(steps / settings.checks)
         self.bar.start(budget, steps, now.step)
         offset = now.budget * 100_003  # other images for every budget
+        if now.step == 0 and not course.returns_last:
+            self._check(course, steps)  # what the search started from is a candidate too
         if self._stops(course):
             return
         for batch in self.images.batches(
