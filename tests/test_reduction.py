@@ -232,17 +232,54 @@ def test_merging_half_precision_features_neither_overflows_nor_drifts():
     assert merged.size.item() == pytest.approx(401, rel=1e-3)
 
 
-def test_cost_choice_merges_the_tokens_that_lose_least():
-    """Of the two last of four tokens one must go: the less important is unlike all others, so the other one joins."""
-    x = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.01, 0.0], [0.0, 0.0, 1.0]]])
-    importance = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
-    tokens = start(x, 0, track=True)
-    by_rank = reduce_tokens(tokens, importance, 4, 3, Operator(choice="rank"))
-    by_cost = reduce_tokens(tokens, importance, 4, 3, Operator(choice="cost"))
-    assert by_rank.patches[0, 3].item() in (0, 1, 2)
-    assert by_cost.patches[0, 2].item() == by_cost.patches[0, 0].item() == 0
-    assert (by_cost.patches == by_cost.patches[0, 3]).sum() == 1
-    assert by_cost.size.sum().item() == pytest.approx(4, abs=1e-3)
+def slow_cheapest(x, size, importance, prefix, merge):
+    """Merging by cost on one image: kept token -> members, by loops over single tokens."""
+    rank = slow_rank(importance, prefix)[prefix:]
+    loss = {
+        j: float(importance[j - prefix]) * (1 - max(cosine(x[j], x[t]) for t in rank[:place]))
+        for place, j in enumerate(rank)
+        if place
+    }
+    gone = sorted(loss, key=lambda j: loss[j])[: len(size) - merge]
+    members = {j: [j] for j in [*range(prefix), *rank] if j not in gone}
+    for j in gone:
+        members[max([t for t in members if t >= prefix], key=lambda t: cosine(x[j], x[t]))].append(j)
+    return members
+
+
+@given(cases())
+def test_merging_by_cost_is_the_slow_loop(case):
+    tokens, importance, _, merge = case
+    merge = max(merge, tokens.prefix + 1)
+    noise = torch.Generator().manual_seed(0)  # ties between losses or similarities are not defined
+    tokens = tokens.with_features(tokens.x + 0.05 * torch.randn(tokens.x.shape, generator=noise))
+    importance = importance + 0.01 + 0.1 * torch.rand(importance.shape, generator=noise)
+    operator = Operator(operation="merge", choice="cost", mean="attention")
+    reduced = reduce_tokens(tokens, importance, tokens.count, merge, operator)
+    for b in range(2):
+        x, size = tokens.x[b], tokens.sizes()[b]
+        members = slow_cheapest(x, size, importance[b], tokens.prefix, merge)
+        groups = [{p + tokens.prefix for p in (reduced.patches[b] == t).nonzero().flatten().tolist()}
+                  for t in range(tokens.prefix, merge)]  # fmt: skip
+        wanted = {frozenset(m) for j, m in members.items() if j >= tokens.prefix}
+        assert {frozenset(group) for group in groups} == wanted
+        for t, group in zip(range(tokens.prefix, merge), groups, strict=True):
+            (kept,) = group & members.keys()
+            share = {j: float(importance[b, j - tokens.prefix]) for j in group}
+            mean = sum(x[j].double() * share[j] for j in group) / sum(share.values())
+            torch.testing.assert_close(reduced.x[b, t].double(), mean, rtol=1e-4, atol=1e-5)
+            grown = sum(float(size[j]) * (cosine(x[j], x[kept]) if j != kept else 1.0) for j in group)
+            assert reduced.sizes()[b, t].item() == pytest.approx(max(grown, 1.0), rel=1e-4)
+
+
+def test_what_is_merged_by_cost_joins_the_nearest_that_stays():
+    """Three like tokens in a chain, of which two go: the last was compared with the middle one, which goes too."""
+    angles = torch.tensor([0.0, 0.2, 0.35, 1.5])
+    x = torch.stack([angles.cos(), angles.sin()], dim=-1)[None]
+    importance = torch.tensor([[0.4, 0.2, 0.15, 0.25]])
+    operator = Operator(operation="merge", choice="cost")
+    reduced = reduce_tokens(start(x, 0, track=True), importance, 4, 2, operator)
+    assert reduced.patches[0].tolist() in ([0, 0, 0, 1], [1, 1, 1, 0])
 
 
 def test_most_similar_is_by_angle_not_length():

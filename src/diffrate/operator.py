@@ -28,8 +28,8 @@ class Operator:
     proportional  add log(size) to the attention logits of tokens that stand for several patches.
     mean          what a merged token becomes: the "plain" mean of its members, or one weighted by their "size"
                   or by their importance ("attention").
-    choice        which tokens are merged away. "rank": those of least importance, as in the paper; "cost": of
-                  twice as many, those that lose least, by importance x (1 - similarity to their target).
+    choice        which tokens are merged away. "rank": those of least importance, as in the paper; "cost":
+                  those that lose least, by importance x (1 - similarity to the nearest more important token).
     seed          for the random importance.
     """
 

@@ -1,7 +1,7 @@
 """Removing tokens: rank, prune, merge, and the way back to the full grid (paper 4.1; spec of the block, steps 3-5).
 
-Functions of tensors that know no model. Tokens come out in order of importance, prefix in front (with choice "cost",
-those that were spared from merging come last).
+Functions of tensors that know no model. Tokens come out prefix in front, then in order of importance or, with choice
+"cost", of what merging them would have lost.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
     elif operator.operation == "merge":
         prune = n
     weight = merge_weight(tokens, importance, operator.mean)
+    by_cost = operator.choice == "cost" and tokens.prefix < merge < prune
+    if by_cost and prune == n:
+        return merge_cheapest(tokens, weight, importance, merge)[0]
     order = rank(importance, tokens.prefix)
     if operator.operation == "merge-prune":
         merged = n - (prune - merge)
@@ -35,7 +38,7 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
         in_order = torch.arange(merged, device=order.device).expand(order.shape[0], -1)
         return keep_first(tokens, weight, in_order, merge)[0]
     tokens, weight = keep_first(tokens, weight, order, prune)
-    if operator.choice == "cost" and tokens.prefix < merge < prune:
+    if by_cost:
         ranked = importance.gather(1, order[:, tokens.prefix : prune] - tokens.prefix)
         return merge_cheapest(tokens, weight, ranked, merge)[0]
     return merge_last(tokens, weight, merge)[0]
@@ -93,22 +96,28 @@ def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens
 def merge_cheapest(
     tokens: Tokens, weight: Tensor | None, importance: Tensor, keep: int
 ) -> tuple[Tokens, Tensor | None]:
-    """Merge, of the last tokens, those that lose least: importance x (1 - cosine similarity to their target).
+    """Merge the tokens that lose least: importance x (1 - cosine similarity to the nearest more important token).
 
-    tokens are in order of importance (B, n - prefix). Twice as many of the last ones as must go are candidates, at
-    most half of all; each is matched with the tokens before the candidates.
+    importance  (B, n - prefix) of the image tokens, in their order; keep > prefix. Of two like tokens the less
+    important one goes. What goes joins the most similar of all that stay, which need not be the token it was compared
+    with: that one may be going too.
     """
     n, prefix = tokens.count, tokens.prefix
-    leave = n - keep
-    candidates = min(max(leave, min(2 * leave, (n - prefix) // 2)), n - prefix - 1)
-    first = n - candidates
-    similarity, target = most_similar(tokens.x[:, first:], tokens.x[:, prefix:first])
-    loss = importance[:, first - prefix :] * (1 - similarity)
+    similarity = cosine(tokens.x[:, prefix:], tokens.x[:, prefix:])
+    place = torch.arange(n - prefix, device=importance.device)
+    ours, theirs = importance.unsqueeze(2), importance.unsqueeze(1)
+    above = (theirs > ours) | ((theirs == ours) & (place[None] < place[:, None]))
+    nearest = similarity.masked_fill(~above, float("-inf")).amax(dim=-1)
+    loss = torch.where(
+        nearest.isfinite(), importance * (1 - nearest), float("inf")
+    )  # the first has none above it
     order = loss.argsort(dim=-1, descending=True, stable=True)
-    ahead = torch.arange(first, device=order.device).expand(order.shape[0], -1)
-    tokens, weight = keep_first(tokens, weight, torch.cat([ahead, order + first], dim=1), n)
-    joining = order[:, candidates - leave :]
-    return join(tokens, weight, keep, similarity.gather(1, joining), target.gather(1, joining) + prefix)
+    stay, go = order[:, : keep - prefix], order[:, keep - prefix :]
+    between = take(similarity, go).gather(2, stay.unsqueeze(1).expand(-1, n - keep, -1))
+    best = between.max(dim=-1)
+    first = torch.arange(prefix, device=order.device).expand(order.shape[0], -1)
+    tokens, weight = keep_first(tokens, weight, torch.cat([first, order + prefix], dim=1), n)
+    return join(tokens, weight, keep, best.values, best.indices + prefix)
 
 
 def join(
@@ -137,10 +146,14 @@ def join(
 
 def most_similar(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """For each of a (B, J, C) its highest cosine similarity to any of b (B, K, C), and which one it is."""
-    with full_precision(a.device):  # in half precision all that is very similar would tie
-        cosine = F.normalize(a.float(), dim=-1) @ F.normalize(b.float(), dim=-1).transpose(-2, -1)
-    best = cosine.max(dim=-1)
+    best = cosine(a, b).max(dim=-1)
     return best.values, best.indices
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """(B, J, K) cosine similarities of a (B, J, C) and b (B, K, C)."""
+    with full_precision(a.device):  # in half precision all that is very similar would tie
+        return F.normalize(a.float(), dim=-1) @ F.normalize(b.float(), dim=-1).transpose(-2, -1)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

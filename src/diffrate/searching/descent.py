@@ -1,7 +1,8 @@
 """Descent on the counts themselves: the optimiser of the fast recipe.
 
 Real-valued counts, always exactly on the budget. Each step measures the slopes on fresh images, takes a momentum step
-of about one token, falling by a cosine, and projects back. The answer is the average over the last steps.
+of about one token, falling by a cosine, and projects back. The answer at any time is the average over the last part
+of the way so far, whose noise it smooths.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from diffrate.searching.budget import Space, project
 
-AVERAGED = 0.4  # share of the steps, at the end, whose counts are averaged
+AVERAGED = 0.4  # share of the way so far, at its end, whose counts are averaged
 
 
 @dataclass
@@ -33,12 +34,11 @@ class Descent:
     done: int = 0
     velocity: Tensor = field(default_factory=lambda: torch.zeros(0))
     mean_square: float = 0.0
-    total: Tensor = field(default_factory=lambda: torch.zeros(0))
-    summed: int = 0
+    path: list[list[float]] = field(default_factory=list)  # the counts after each step
 
     def __post_init__(self) -> None:
         if not len(self.velocity):
-            self.velocity, self.total = torch.zeros_like(self.counts), torch.zeros_like(self.counts)
+            self.velocity = torch.zeros_like(self.counts)
 
     def scale(self) -> Tensor:
         """(L,) how far each block moves for the same slope."""
@@ -67,26 +67,23 @@ class Descent:
         corrected = self.velocity / (1 - self.momentum ** (self.done + 1))
         rms = math.sqrt(self.mean_square / (1 - 0.95 ** (self.done + 1))) + 1e-12
         self.counts = project(self.counts - length * corrected / rms, self.budget, self.space, normal)
+        self.path.append(self.counts.tolist())
         self.done += 1
-        if self.done > (1 - AVERAGED) * self.steps:
-            self.total = self.total + self.counts
-            self.summed += 1
 
     def state(self) -> dict[str, Any]:
         """All that changes, as plain numbers: JSON keeps every bit of them."""
         return {
             "counts": self.counts.tolist(),
             "velocity": self.velocity.tolist(),
-            "total": self.total.tolist(),
+            "path": self.path[:],
             "done": self.done,
-            "summed": self.summed,
             "mean_square": self.mean_square,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        for name in ("counts", "velocity", "total"):
+        for name in ("counts", "velocity"):
             setattr(self, name, torch.tensor(state[name], dtype=torch.float64))
-        self.done, self.summed, self.mean_square = state["done"], state["summed"], state["mean_square"]
+        self.path, self.done, self.mean_square = list(state["path"]), state["done"], state["mean_square"]
 
     def cost_gradient(self) -> Tensor:
         """(L,) GMACs of one more token in each block that has a choice."""
@@ -96,8 +93,10 @@ class Descent:
         return torch.where(self.space.free, slope, torch.zeros_like(slope))
 
     def answer(self) -> Tensor:
-        """The counts averaged over the last steps, on the budget."""
-        mean = self.total / self.summed if self.summed else self.counts
+        """The counts averaged over the last part of the way so far, on the budget."""
+        if not self.path:
+            return project(self.counts, self.budget, self.space, self.along_budget())
+        mean = torch.tensor(self.path[-math.ceil(AVERAGED * self.done) :], dtype=torch.float64).mean(dim=0)
         return project(mean, self.budget, self.space, self.along_budget())
 
 
