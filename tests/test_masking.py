@@ -78,7 +78,7 @@ def test_gradient_on_probabilities_is_equation_10():
     from diffrate.proxy import hard_mask
 
     wanted_mask = (rank < (probability.detach() @ proxy.candidates).ceil()).float()
-    mask = hard_mask(kept, 0, rank)
+    mask = hard_mask(kept.keep[0], kept.count[0], rank)
     assert torch.equal(mask.detach(), wanted_mask)
     by_mask = torch.randn(1, 16)
     (got,) = torch.autograd.grad(mask, probability, by_mask)

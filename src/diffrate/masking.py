@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from diffrate.backbones import Backbone
-from diffrate.devices import full_precision
 from diffrate.operator import Operator
 from diffrate.proxy import Kept, hard_mask
+from diffrate.reduction import cosine
 from diffrate.tokens import Tokens
 
 
@@ -33,67 +32,74 @@ class MaskedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float
     ) -> Tensor:
-        ctx.keys = k.shape[2]
-        k, v, key_bias, mask = _padded(k, v, key_bias, mask)
-        scores = (q * scale) @ k.transpose(-2, -1)
-        weight, log_sum = _pick(_attend, scores)(scores, key_bias, mask)
-        out = weight.to(v.dtype) @ v
-        ctx.save_for_backward(q, k, v, key_bias, mask, log_sum, out)
+        key_bias, mask = key_bias.contiguous(), mask.contiguous()
+        attend = _kernels().attend if _on_chip(q) else _attend
+        out, log_sum = attend(q, k, v, key_bias, mask, scale)
+        ctx.save_for_backward(q, k, v, key_bias, mask, out, log_sum)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, key_bias, mask, log_sum, out = ctx.saved_tensors
-        grad = grads[0].to(v.dtype)
-        scores = (q * ctx.scale) @ k.transpose(-2, -1)
-        by_weight = grad @ v.transpose(-2, -1)
-        weight, grad_scores, grad_mask = _pick(_sensitivities, scores)(
-            scores, by_weight, key_bias, mask, log_sum, (grad * out).sum(dim=-1, keepdim=True)
+        q, k, v, key_bias, mask, out, log_sum = ctx.saved_tensors
+        backward = _kernels().attend_backward if _on_chip(q) else _attend_backward
+        grad_q, grad_k, grad_v, grad_mask = backward(
+            grads[0].to(v.dtype), q, k, v, key_bias, mask, ctx.scale, out, log_sum
         )
-        grad_v = weight.transpose(-2, -1) @ grad
-        grad_q = (grad_scores @ k) * ctx.scale
-        grad_k = (grad_scores.transpose(-2, -1) @ q) * ctx.scale
-        n = ctx.keys
-        return grad_q, grad_k[:, :, :n], grad_v[:, :, :n], None, grad_mask[:, :n].to(mask.dtype), None
+        return grad_q, grad_k, grad_v, None, grad_mask.to(mask.dtype), None
 
 
-def _padded(k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Dead keys up to a multiple of eight: matrix units want rows of 16 bytes, and 197 tokens have none."""
-    more = -k.shape[2] % 8
-    if more == 0:
-        return k, v, key_bias, mask
-    return (
-        F.pad(k, (0, 0, 0, more)),
-        F.pad(v, (0, 0, 0, more)),
-        F.pad(key_bias, (0, more)),
-        F.pad(mask, (0, more)),
-    )
+def _on_chip(x: Tensor) -> bool:
+    """Whether the kernels take these tensors: on a GPU in half precision. Everything else goes the plain way."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _kernels() is not None
 
 
-def _attend(scores: Tensor, key_bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention weights over what each query sees, and the log-sum of each row."""
-    logits = _at_least_fp32(scores) + key_bias[:, None, None]
-    logits = torch.where(_visible(scores, mask), logits, float("-inf"))
-    log_sum = logits.logsumexp(dim=-1, keepdim=True)
-    return (logits - log_sum).exp().to(scores.dtype), log_sum
+@functools.cache
+def _kernels() -> Any:
+    try:
+        from diffrate import masked_kernels
+    except ImportError:  # no Triton for this platform
+        return None
+    return masked_kernels
 
 
-def _sensitivities(
-    scores: Tensor, by_weight: Tensor, key_bias: Tensor, mask: Tensor, log_sum: Tensor, delta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, and the gradients of scores and masks, from that of the weights (B, heads, N, N)."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Mixed values over what each query sees, and the log-sum of each row."""
+    logits = _at_least_fp32((q * scale) @ k.transpose(-2, -1)) + key_bias[:, None, None]
+    logits = torch.where(_visible(mask), logits, float("-inf"))
+    log_sum = logits.logsumexp(dim=-1)
+    return (logits - log_sum.unsqueeze(-1)).exp().to(v.dtype) @ v, log_sum
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float,
+    out: Tensor, log_sum: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v and, (B, N), of the masks."""
     # What each key would weigh if it were live; for live keys, what it weighs. Capped: a dead key's logit can lie
     # far above the row's sum, and its gradient only has to be large.
-    weight = (_at_least_fp32(scores) + key_bias[:, None, None] - log_sum).clamp_max(20.0).exp()
-    sensitivity = weight * (by_weight - delta)
-    grad_mask = torch.where(_itself(scores), 0.0, sensitivity).sum(dim=(1, 2))
-    visible = _visible(scores, mask)
-    return (
-        torch.where(visible, weight, 0.0).to(scores.dtype),
-        torch.where(visible, sensitivity, 0.0).to(scores.dtype),
-        grad_mask,
-    )
+    logits = _at_least_fp32((q * scale) @ k.transpose(-2, -1)) + key_bias[:, None, None]
+    weight = (logits - log_sum.unsqueeze(-1)).clamp_max(20.0).exp()
+    by_weight = _at_least_fp32(grad @ v.transpose(-2, -1))
+    sensitivity = weight * (by_weight - _at_least_fp32(grad * out).sum(dim=-1, keepdim=True))
+    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    grad_mask = torch.where(itself, 0.0, sensitivity).sum(dim=(1, 2))
+    visible = _visible(mask)
+    grad_scores = torch.where(visible, sensitivity, 0.0).to(q.dtype)
+    grad_v = torch.where(visible, weight, 0.0).to(grad.dtype).transpose(-2, -1) @ grad
+    return (grad_scores @ k) * scale, (grad_scores.transpose(-2, -1) @ q) * scale, grad_v, grad_mask
+
+
+def _at_least_fp32(scores: Tensor) -> Tensor:
+    return scores if scores.dtype == torch.float64 else scores.float()
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """(B, 1, N, N): live keys for every query, and every query for itself."""
+    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    return ((mask > 0.5)[:, None, :] | itself).unsqueeze(1)
 
 
 @functools.cache
@@ -101,25 +107,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def _pick(function: Callable[..., Any], scores: Tensor) -> Callable[..., Any]:
-    """On a GPU the matrices pass through memory once, in one compiled kernel; elsewhere the function as it is."""
-    return _compiled(function) if scores.is_cuda else function
-
-
-def _at_least_fp32(scores: Tensor) -> Tensor:
-    return scores if scores.dtype == torch.float64 else scores.float()
-
-
-def _visible(scores: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1, N, keys): live keys for every query, and every query for itself."""
-    return ((mask > 0.5)[:, None, :] | _itself(scores)).unsqueeze(1)
-
-
-def _itself(scores: Tensor) -> Tensor:
-    """(N, keys): where a query meets itself."""
-    queries, keys = scores.shape[-2:]
-    device = scores.device
-    return torch.arange(queries, device=device)[:, None] == torch.arange(keys, device=device)[None]
+def _fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+    """On a GPU a function of many small steps as a few compiled kernels; elsewhere the function as it is."""
+    return _compiled(function) if x.is_cuda else function
 
 
 @dataclass(frozen=True)
@@ -146,8 +136,10 @@ def masked_logits(
         tokens = Masked(backbone.close_attention(i, tokens.x, mixed), tokens.size, tokens.mask)
         if i in compressed:
             with torch.no_grad():
-                importance = _importance(q, k, scale, bias, tokens.mask, operator)[:, prefix:]
-            tokens = reduce_masked(tokens, importance, prune, merge, compressed.index(i), prefix, operator)
+                queries = q if operator.importance == "image-attention" else q[:, :, :1]
+                importance, rank = _fused(_ranked, x)(queries, k, scale, bias, tokens.mask, prefix)
+            row = compressed.index(i)
+            tokens = reduce_masked(tokens, importance, rank, prune, merge, row, prefix, operator)
         tokens = Masked(backbone.mlp(i, tokens.x), tokens.size, tokens.mask)
     x = backbone.norm(tokens.x)
     logits = _masked_head(backbone, x, tokens)
@@ -155,76 +147,119 @@ def masked_logits(
 
 
 def reduce_masked(
-    tokens: Masked, importance: Tensor, prune: Kept, merge: Kept, row: int, prefix: int, operator: Operator
-) -> Masked:
-    """Rank, prune and merge with masks: the twin of reduction.reduce_tokens."""
-    live = tokens.mask[:, prefix:]
-    with torch.no_grad():
-        score = importance.masked_fill(live < 0.5, -1.0)  # importances are probabilities: never negative
-        order = score.argsort(dim=-1, descending=True, stable=True)
-        places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        rank = torch.empty_like(order).scatter_(1, order, places)
-    kept = hard_mask(merge, row, rank)
-    if operator.operation == "merge":
-        stays = live
-    elif operator.operation == "prune":
-        stays = live * kept
-    else:
-        stays = live * hard_mask(prune, row, rank)
-    left = stays * kept
-    x, size = tokens.x, tokens.size
-    if operator.operation != "prune":
-        joins = (stays > 0.5) & (left < 0.5)
-        x, size = _merge(x, size, importance, joins, left > 0.5, prefix, operator)
-    mask = torch.cat([tokens.mask[:, :prefix], left], dim=1)
-    return Masked(x, size, mask)
-
-
-def _merge(
-    x: Tensor,
-    size: Tensor,
+    tokens: Masked,
     importance: Tensor,
-    joins: Tensor,
-    target: Tensor,
+    rank: Tensor,
+    prune: Kept,
+    merge: Kept,
+    row: int,
     prefix: int,
     operator: Operator,
-) -> tuple[Tensor, Tensor]:
-    """Average every joining token into the most similar target; joins and target are (B, N - prefix)."""
-    image, image_size = x[:, prefix:], size[:, prefix:]
+) -> Masked:
+    """Prune and merge with masks: the twin of reduction.reduce_tokens.
+
+    importance  (B, N), and rank (B, N - prefix) of the image tokens by it, dead ones behind all live ones.
+    """
+    stays, left = _fused(_masks, rank)(
+        tokens.mask, rank, prune.keep[row], prune.count[row], merge.keep[row], merge.count[row], prefix,
+        operator.operation,
+    )  # fmt: skip
+    if operator.operation == "prune":
+        return Masked(tokens.x, tokens.size, left)
     with torch.no_grad():
-        unit = F.normalize(image.float(), dim=-1)
-        with full_precision(x.device):  # as in reduction.most_similar
-            cosine = unit @ unit.transpose(-2, -1)
-        cosine = cosine.masked_fill(~target[:, None, :], float("-inf"))
-        similarity, index = cosine.max(dim=-1)  # without any target: -inf, and nothing may join
-        joins = joins & similarity.isfinite()
-        index = torch.where(joins, index, torch.arange(index.shape[1], device=x.device))
-        similarity = torch.where(joins, similarity, 0.0)
-        weights = {"plain": torch.ones_like(image_size), "size": image_size, "attention": importance}
-        weight = weights[operator.mean].clamp_min(torch.finfo(torch.float32).tiny)
-        total = torch.where(joins, 0.0, weight).scatter_add(1, index, torch.where(joins, weight, 0.0))
-        share = weight / total.gather(1, index)
-        grown = image_size.scatter_add(1, index, image_size * similarity).clamp_min(1.0)
-        # As a matrix: row j sends its share to its target. A joiner keeps its own features for itself: it is masked
-        # from here on, and its gradient asks what if it were not.
-        move = torch.zeros_like(cosine).scatter_(2, index.unsqueeze(-1), share.unsqueeze(-1).to(cosine.dtype))
-        own = torch.where(joins, 0.0, share - 1.0).to(cosine.dtype)
-        move.diagonal(dim1=1, dim2=2).copy_(own)
+        weights = {"plain": None, "size": tokens.size, "attention": importance}
+        joins, target = (stays > 0.5) & (left < 0.5), left > 0.5
+        target[:, :prefix] = False
+        similarity, index = _most_similar(tokens.x, target)
+        # In the type that the product below will use.
+        kind = (
+            torch.get_autocast_dtype(rank.device.type)
+            if torch.is_autocast_enabled(rank.device.type)
+            else None
+        )
+        size, move = _fused(_moves, rank)(
+            tokens.size, weights[operator.mean], joins, similarity, index, kind or tokens.x.dtype
+        )
     # Only the change goes through the product, so that tokens which merge with nothing keep every bit.
-    merged = image + move.transpose(1, 2).to(image.dtype) @ image
-    return torch.cat([x[:, :prefix], merged], dim=1), torch.cat([size[:, :prefix], grown], dim=1)
+    return Masked(tokens.x + move @ tokens.x, size, left)
 
 
-def _importance(q: Tensor, k: Tensor, scale: float, bias: Tensor, mask: Tensor, operator: Operator) -> Tensor:
-    """(B, N) attention over live keys, mean over heads: the class token's, or the mean of all live queries."""
+def _ranked(
+    queries: Tensor, k: Tensor, scale: float, bias: Tensor, mask: Tensor, prefix: int
+) -> tuple[Tensor, Tensor]:
+    """(B, N) attention over live keys, mean over heads and live queries, and (B, N - prefix) the rank by it.
+
+    queries  the class token's alone, or all.
+    """
     live = mask > 0.5
-    queries = q if operator.importance == "image-attention" else q[:, :, :1]
     logits = (queries @ k.transpose(-2, -1)).float() * scale + bias[:, None, None]
     attention = logits.masked_fill(~live[:, None, None], float("-inf")).softmax(dim=-1).mean(dim=1)
-    if operator.importance != "image-attention":
-        return attention.squeeze(1)
-    weight = live.float().unsqueeze(-1)
-    return (attention * weight).sum(dim=1) / weight.sum(dim=1)
+    if attention.shape[1] > 1:
+        attention = attention * live.float().unsqueeze(-1) / live.float().sum(dim=1)[:, None, None]
+    importance = attention.sum(dim=1)
+    score = torch.where(live, importance, -1.0)[:, prefix:]  # importances are probabilities: never negative
+    ours, theirs = score.unsqueeze(2), score.unsqueeze(1)
+    place = torch.arange(score.shape[1], device=score.device)
+    ahead = (theirs > ours) | ((theirs == ours) & (place[None] < place[:, None]))
+    return importance, ahead.sum(dim=-1)
+
+
+def _masks(
+    mask: Tensor,
+    rank: Tensor,
+    prune_keep: Tensor,
+    prune_count: Tensor,
+    merge_keep: Tensor,
+    merge_count: Tensor,
+    prefix: int,
+    operation: str,
+) -> tuple[Tensor, Tensor]:
+    """(B, N) masks of the tokens that are not pruned, and of those that are left after merging; with gradients."""
+    live, first = mask[:, prefix:], mask[:, :prefix]
+    kept = hard_mask(merge_keep, merge_count, rank)
+    if operation == "merge":
+        stays = live
+    elif operation == "prune":
+        stays = live * kept
+    else:
+        stays = live * hard_mask(prune_keep, prune_count, rank)
+    return torch.cat([first, stays], dim=1), torch.cat([first, stays * kept], dim=1)
+
+
+def _most_similar(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, N) highest cosine similarity of each token to any of `target`, -inf without one, and its index."""
+    if x.is_cuda and _kernels() is not None:
+        norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+        return _kernels().most_similar(x, 1 / norm.clamp_min(1e-12), target)
+    best = cosine(x, x).masked_fill(~target[:, None, :], float("-inf")).max(dim=-1)
+    return best.values, best.indices
+
+
+def _moves(
+    size: Tensor,
+    weight: Tensor | None,
+    joins: Tensor,
+    similarity: Tensor,
+    index: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(B, N) sizes after merging, and the matrix (B, N, N) that takes tokens to their change by it.
+
+    A target moves to the mean of itself and what joins it. A joiner keeps its own features for itself: it is masked
+    from here on, and its gradient asks what if it were not.
+    """
+    joins = joins & similarity.isfinite()  # without any target nothing joins
+    place = torch.arange(size.shape[1], device=size.device)
+    into = joins[:, None, :] & (index[:, None, :] == place[None, :, None])  # (B, target, joiner)
+    grown = size + torch.where(into, (size * similarity)[:, None, :], 0.0).sum(dim=-1)
+    weight = torch.ones_like(size) if weight is None else weight.clamp_min(torch.finfo(torch.float32).tiny)
+    coming = torch.where(into, weight[:, None, :], 0.0)
+    more = coming.sum(dim=-1)
+    total = (weight + more).unsqueeze(-1)
+    move = coming / total
+    itself = place[:, None] == place[None]
+    move = torch.where(itself, -more.unsqueeze(-1) / total, move)
+    return grown.clamp_min(1.0), move.to(dtype)
 
 
 def _masked_head(backbone: Backbone, x: Tensor, tokens: Masked) -> Any:

@@ -52,10 +52,8 @@ def proxy_of(probability: Tensor, candidates: Tensor, reach: Tensor) -> Kept:
     return Kept(expected + (whole - expected.detach()), cumulative[:, reach])
 
 
-def hard_mask(kept: Kept, block: int, rank: Tensor) -> Tensor:
-    """(B, P) 0/1 mask `rank < count` whose gradient goes to the keep probability of each rank (eq. 7 and 10)."""
-    soft = (
-        kept.keep[block].expand(rank.shape[0], -1).gather(1, rank)
-    )  # indexing would sort in its backward pass
-    hard = (rank < kept.count[block].detach()).to(soft.dtype)
+def hard_mask(keep: Tensor, count: Tensor, rank: Tensor) -> Tensor:
+    """(B, P) 0/1 mask `rank < count` whose gradient goes to `keep` (P,), the probability of each rank (eq. 7, 10)."""
+    soft = keep.expand(rank.shape[0], -1).gather(1, rank)  # indexing would sort in its backward pass
+    hard = (rank < count.detach()).to(soft.dtype)
     return hard + (soft - soft.detach())
