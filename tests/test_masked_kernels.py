@@ -76,6 +76,29 @@ def test_matching_is_its_twin(kernels, n, width):
     assert similarity[2].isneginf().all()
 
 
+@pytest.mark.parametrize(("n", "width"), [(5, 12), (64, 64), (100, 70)])
+def test_joining_is_its_twin(kernels, n, width):
+    torch.manual_seed(n)
+    x = torch.randn(3, n, width, device=DEVICE)
+    own, sent = torch.rand(3, n, device=DEVICE), torch.rand(3, n, device=DEVICE)
+    own[0], sent[0] = 1, 0  # nothing merges: every bit stays
+    index = torch.randint(0, n, (3, n), device=DEVICE)
+    joined = kernels.join(x, own, sent, index)
+    assert torch.equal(joined[0], x[0])
+    wanted = own[:, :, None] * x
+    for b in range(3):
+        for j in range(n):
+            wanted[b, index[b, j]] += sent[b, j] * x[b, j]
+    torch.testing.assert_close(joined, wanted, rtol=5e-3, atol=5e-3)
+
+
+def test_gradient_of_joining():
+    x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    own, sent = torch.rand(2, 6).double(), torch.rand(2, 6).double()
+    index = torch.randint(0, 6, (2, 6))
+    assert torch.autograd.gradcheck(lambda x: masking.Join.apply(x, own, sent, index), (x,))
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 def test_half_precision_step_on_the_gpu():
     """The whole masked attention in half precision, forward and backward, against fp64."""

@@ -171,17 +171,8 @@ def reduce_masked(
         joins, target = (stays > 0.5) & (left < 0.5), left > 0.5
         target[:, :prefix] = False
         similarity, index = _most_similar(tokens.x, target)
-        # In the type that the product below will use.
-        kind = (
-            torch.get_autocast_dtype(rank.device.type)
-            if torch.is_autocast_enabled(rank.device.type)
-            else None
-        )
-        size, move = _fused(_moves, rank)(
-            tokens.size, weights[operator.mean], joins, similarity, index, kind or tokens.x.dtype
-        )
-    # Only the change goes through the product, so that tokens which merge with nothing keep every bit.
-    return Masked(tokens.x + move @ tokens.x, size, left)
+        size, own, sent = _fused(_shares, rank)(tokens.size, weights[operator.mean], joins, similarity, index)
+    return Masked(Join.apply(tokens.x, own, sent, index), size, left)
 
 
 def _ranked(
@@ -235,15 +226,10 @@ def _most_similar(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return best.values, best.indices
 
 
-def _moves(
-    size: Tensor,
-    weight: Tensor | None,
-    joins: Tensor,
-    similarity: Tensor,
-    index: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """(B, N) sizes after merging, and the matrix (B, N, N) that takes tokens to their change by it.
+def _shares(
+    size: Tensor, weight: Tensor | None, joins: Tensor, similarity: Tensor, index: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N) sizes after merging, the share of itself that a token keeps, and the share it sends to its target.
 
     A target moves to the mean of itself and what joins it. A joiner keeps its own features for itself: it is masked
     from here on, and its gradient asks what if it were not.
@@ -253,13 +239,31 @@ def _moves(
     into = joins[:, None, :] & (index[:, None, :] == place[None, :, None])  # (B, target, joiner)
     grown = size + torch.where(into, (size * similarity)[:, None, :], 0.0).sum(dim=-1)
     weight = torch.ones_like(size) if weight is None else weight.clamp_min(torch.finfo(torch.float32).tiny)
-    coming = torch.where(into, weight[:, None, :], 0.0)
-    more = coming.sum(dim=-1)
-    total = (weight + more).unsqueeze(-1)
-    move = coming / total
-    itself = place[:, None] == place[None]
-    move = torch.where(itself, -more.unsqueeze(-1) / total, move)
-    return grown.clamp_min(1.0), move.to(dtype)
+    total = weight + torch.where(into, weight[:, None, :], 0.0).sum(dim=-1)
+    sent = torch.where(joins, weight / total.gather(1, index), 0.0)
+    return grown.clamp_min(1.0), weight / total, sent
+
+
+class Join(torch.autograd.Function):
+    """own x x + what others send; tokens that merge with nothing keep every bit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: Tensor, sent: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(own, sent, index)
+        if x.is_cuda and _kernels() is not None:
+            joined: Tensor = _kernels().join(x, own, sent, index)
+            return joined
+        own, sent = own.unsqueeze(-1).to(x.dtype), sent.unsqueeze(-1).to(x.dtype)
+        return (own * x).scatter_add(1, index.unsqueeze(-1).expand_as(x), sent * x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _fused(_from_joined, grads[0])(grads[0], *ctx.saved_tensors), None, None, None
+
+
+def _from_joined(grad: Tensor, own: Tensor, sent: Tensor, index: Tensor) -> Tensor:
+    theirs = grad.gather(1, index.unsqueeze(-1).expand_as(grad))
+    return own.unsqueeze(-1).to(grad.dtype) * grad + sent.unsqueeze(-1).to(grad.dtype) * theirs
 
 
 def _masked_head(backbone: Backbone, x: Tensor, tokens: Masked) -> Any:

@@ -18,6 +18,7 @@ from diffrate.operator import Operator
 from diffrate.proxy import DiscreteProxy
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Space, project, rounded
+from diffrate.searching.replay import Replayed
 
 OPERATOR = Operator()
 LAMBDA = 5.0  # weight of (GMACs - budget)^2
@@ -63,9 +64,9 @@ class PaperRecipe:
         patches = layout.tokens - layout.prefix
         self.prune = DiscreteProxy(len(self.compressed), patches, GRANULARITY).to(device)
         self.merge = DiscreteProxy(len(self.compressed), patches, GRANULARITY).to(device)
-        self.optimizer = torch.optim.AdamW(
-            [self.prune.logits, self.merge.logits], lr=LEARNING_RATE[0], weight_decay=0.0
-        )
+        self.parameters = [self.prune.logits, self.merge.logits]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE[0], weight_decay=0.0)
+        self.gradients = Replayed(self._gradients)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """One step of Algorithm 1; the loss stays on the device."""
@@ -79,23 +80,30 @@ class PaperRecipe:
         progress = self.done / max(self.steps - 1, 1)
         rate = last + (first - last) * 0.5 * (1 + math.cos(math.pi * progress))
         self.optimizer.param_groups[0]["lr"] = rate
+        task, *gradients = self.gradients(images, labels)
+        with torch.enable_grad():
+            over = self.gmacs(self.prune().count, self.merge().count) - self.budget
+            penalties = self._grad(LAMBDA * over.square())
+        for parameter, gradient, penalty in zip(self.parameters, gradients, penalties, strict=True):
+            # Each process has its share of the batch: the sum of shares is the gradient of the whole.
+            share = torch.cat([gradient.flatten() * len(images), gradient.new_tensor([len(images)])])
+            total = self.reduce(share)
+            parameter.grad = (total[:-1] / total[-1]).view_as(parameter) + penalty
+        self.optimizer.step()
+        self.done += 1
+        return task
+
+    def _gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """The task's loss, and its gradients for both proxies."""
         with torch.enable_grad():
             prune, merge = self.prune(), self.merge()
             logits = masked_logits(self.backbone, images, prune, merge, self.compressed, self.operator)
             task = F.cross_entropy(logits.float(), labels)
-            over = self.gmacs(prune.count, merge.count) - self.budget
-            parameters = [self.prune.logits, self.merge.logits]
-            loss = task + (LAMBDA * over.square()).float()
-            gradients = torch.autograd.grad(SCALE * loss, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            # Each process has its share of the batch: the sum of shares is the gradient of the whole.
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient / SCALE
-            share = torch.cat([gradient.flatten() * len(images), gradient.new_tensor([len(images)])])
-            total = self.reduce(share)
-            parameter.grad = (total[:-1] / total[-1]).view_as(parameter)
-        self.optimizer.step()
-        self.done += 1
-        return task.detach()
+            return task.detach(), *(gradient / SCALE for gradient in self._grad(SCALE * task))
+
+    def _grad(self, loss: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, found, strict=True)]
 
     def gmacs(self, prune: Tensor, merge: Tensor) -> Tensor:
         """Algorithm 2: the running minimum of the counts; straight through it, every block gets its own gradient."""
@@ -139,17 +147,15 @@ class PaperRecipe:
         return Schedule(tuple(prune), merge, raw.prefix, self.operator)
 
     def state(self) -> dict[str, Any]:
-        parameters = (self.prune.logits, self.merge.logits)
-        known = [self.optimizer.state[p] for p in parameters if p in self.optimizer.state]
+        known = [self.optimizer.state[p] for p in self.parameters if p in self.optimizer.state]
         moments = [{name: value.tolist() for name, value in state.items()} for state in known]
-        return {"done": self.done, "logits": [p.tolist() for p in parameters], "moments": moments}
+        return {"done": self.done, "logits": [p.tolist() for p in self.parameters], "moments": moments}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.done = state["done"]
-        parameters = (self.prune.logits, self.merge.logits)
-        for parameter, logits in zip(parameters, state["logits"], strict=True):
+        for parameter, logits in zip(self.parameters, state["logits"], strict=True):
             parameter.data.copy_(torch.tensor(logits))
-        for parameter, moments in zip(parameters, state["moments"], strict=False):
+        for parameter, moments in zip(self.parameters, state["moments"], strict=False):
             self.optimizer.state[parameter] = {
                 name: torch.tensor(value, device=parameter.device if name != "step" else None)
                 for name, value in moments.items()
