@@ -1,5 +1,6 @@
 """diffrate.search as a whole: budgets, resuming, several processes, and what goes wrong."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import Mixup
@@ -122,11 +124,32 @@ def test_a_folder_holds_one_search(model, data, tmp_path):
     assert run(model, data, output=tmp_path, resume=True).schedule.merge  # a finished one is simply read back
 
 
-def test_without_progress_on_held_out_images_the_search_stops(model, data, monkeypatch):
-    monkeypatch.setattr(HeldOut, "divergence", lambda *_, **__: 1.0)
+def test_answers_that_are_clearly_worse_on_held_out_images_end_the_search(model, data, monkeypatch):
+    checks = itertools.count()
+    monkeypatch.setattr(HeldOut, "each", lambda *_: torch.full((8,), 1.0 + next(checks)).double())
     found = run(model, data, steps=20, checks=10, patience=2)
-    assert found.schedule.made["best_step"] == 0  # the start, the first of equals
-    assert len(found.history) == 16  # two checks without a better one, once the counts are being averaged
+    assert found.schedule.made["best_step"] == 0  # the start: everything later was worse on every image
+    assert len(found.history) == 16  # two such checks, once the counts should have arrived
+
+
+def test_among_answers_that_differ_by_noise_the_last_is_taken(model, data, monkeypatch):
+    torch.manual_seed(0)
+    first = iter([torch.full((8,), 0.99).double()] * 5)  # four starts and the first check
+    monkeypatch.setattr(HeldOut, "each", lambda *_: next(first, (1 + torch.randn(8)).double()))
+    found = run(model, data, steps=20, checks=10, patience=2)
+    assert found.schedule.made["best_step"] > 0
+
+
+def test_clearly_above_is_a_paired_standard_error():
+    held = HeldOut.__new__(HeldOut)
+    held.accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    base, noise = torch.rand(400).double(), torch.randn(400).double()
+    noise = (noise - noise.mean()) / noise.std(unbiased=False)  # a standard error of exactly 1 / 20
+    assert held.clearly_above(base + noise + 0.051, base)
+    assert not held.clearly_above(base + noise + 0.049, base)
+    assert not held.clearly_above(base - 1, base)
+    assert held.mean(base) == pytest.approx(float(base.mean()))
 
 
 @pytest.mark.parametrize(

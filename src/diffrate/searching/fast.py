@@ -103,7 +103,7 @@ def best_start(
         return candidates[0]
 
     def loss(counts: Tensor) -> float:
-        return held_out.divergence(schedule_of(rounded(counts, budget, space), space, operator))
+        return held_out.mean(held_out.each(schedule_of(rounded(counts, budget, space), space, operator)))
 
     return min(candidates, key=loss)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,17 +34,32 @@ class HeldOut:
                 self.batches.append((held, logits_of(model, held)))
 
     @torch.no_grad()
-    def divergence(self, schedule: Schedule) -> float:
-        """Mean divergence of the model under a schedule from the whole one."""
+    def each(self, schedule: Schedule) -> Tensor:
+        """Divergence of the model under a schedule from the whole one, on each image of this process."""
         self.model.eval()
         compressed = compress(self.model, schedule)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        found = [torch.zeros(0, dtype=torch.float64, device=self.accelerator.device)]
         for images, teacher in self.batches:
             with self.accelerator.autocast():
-                each = divergence(teacher, logits_of(compressed, images))
-            sums += torch.stack([each.sum(dtype=torch.float64), sums.new_tensor(float(len(each)))])
-        total: Any = self.accelerator.reduce(sums, reduction="sum")
-        return float(total[0] / total[1])
+                found.append(divergence(teacher, logits_of(compressed, images)).double())
+        return torch.cat(found)
+
+    def mean(self, each: Tensor) -> float:
+        """The mean over the images of all processes."""
+        count, total = self._sums(torch.ones_like(each), each)
+        return total / count
+
+    def clearly_above(self, each: Tensor, other: Tensor) -> bool:
+        """Whether `each` lies above `other`, image by image, by more than the standard error of their difference."""
+        difference = each - other
+        count, total, squares = self._sums(torch.ones_like(each), difference, difference.square())
+        mean = total / count
+        variance = max(squares / count - mean**2, 0.0)
+        return mean > math.sqrt(variance / count)
+
+    def _sums(self, *values: Tensor) -> list[float]:
+        total: Any = self.accelerator.reduce(torch.stack([v.sum() for v in values]), reduction="sum")
+        return [float(x) for x in total]
 
 
 def divergence(teacher: Tensor, logits: Tensor) -> Tensor:

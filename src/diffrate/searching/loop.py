@@ -100,6 +100,7 @@ class Loop:
         self.begin, self.check_labels, self.accelerator = begin, check_labels, accelerator
         self.folder, self.bar, self.workers = folder, bar, workers
         self.started = started
+        self.lowest: Tensor | None = None
         self.now = folder.load_state(Snapshot)
         self.started -= self.now.seconds
         self._remember(held_out.unreadable)
@@ -109,7 +110,7 @@ class Loop:
             self._one_budget()
             self.now.found.append(self.now.best)
             self.now.budget += 1
-            self.now.step, self.now.course, self.now.best = 0, None, {}
+            self.now.step, self.now.course, self.now.best, self.lowest = 0, None, {}, None
             self._save()
         return self.now
 
@@ -160,7 +161,7 @@ class Loop:
             return course.step(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
 
     def _stops(self, course: Course) -> bool:
-        """Whether the last checks brought nothing better, for a recipe that does not simply return its last answer."""
+        """Whether the last checks were all clearly worse, for a recipe that does not simply return its last answer."""
         return not course.returns_last and self.now.best.get("without", 0) >= self.settings.patience
 
     def _finite(self, loss: float | Tensor) -> float:
@@ -181,19 +182,28 @@ class Loop:
         return entry
 
     def _check(self, course: Course, steps: int) -> float:
-        """Hold the present answer against the best one so far."""
+        """Take the present answer, unless an earlier one is clearly better on held-out images.
+
+        They are few: between answers that differ by less than their noise, the later one has learned from more images.
+        """
         now, schedule = self.now, course.answer()
-        divergence = self.held_out.divergence(schedule)
-        if course.returns_last or not now.best or divergence < now.best["divergence"]:
-            now.best = {
-                "schedule": schedule.to_dict(),
-                "divergence": divergence,
-                "step": now.step,
-                "without": 0,
-            }
+        each = self.held_out.each(schedule)
+        divergence = self.held_out.mean(each)
+        taken = {"schedule": schedule.to_dict(), "divergence": divergence, "step": now.step, "without": 0}
+        if not now.best or divergence < now.best["lowest"]["divergence"]:
+            now.best = {**taken, "lowest": {"schedule": schedule.to_dict(), "divergence": divergence}}
+            self.lowest = each
+        elif course.returns_last or not self.held_out.clearly_above(each, self._lowest()):
+            now.best = {**taken, "lowest": now.best["lowest"]}
         elif now.step > (1 - AVERAGED) * steps:  # before, the counts are still on their way
             now.best["without"] += 1
         return divergence
+
+    def _lowest(self) -> Tensor:
+        """What the answer of lowest divergence had on each held-out image; after a resumption it is measured again."""
+        if self.lowest is None:
+            self.lowest = self.held_out.each(Schedule.from_dict(self.now.best["lowest"]["schedule"]))
+        return self.lowest
 
     def _remember(self, unreadable: list[str]) -> None:
         self.now.unreadable += [reason for reason in unreadable if reason not in self.now.unreadable]

@@ -82,8 +82,8 @@ def search(
                 the search learns on the first and checks on held-out images of the second.
     budget      GMACs as a number or "0.8G", a share as "60%", or several: "1.0G,0.9G,0.8G".
     recipe      "fast": no labels, minutes, about 1,000 images; "paper": the published method.
-    held_out    share of the images kept apart; they decide, `checks` times a budget, which schedule is returned and,
-                after `patience` checks without a better one in the last part, when to stop.
+    held_out    share of the images kept apart; they decide, `checks` times a budget, whether an earlier schedule was
+                clearly better and, after `patience` such checks in a row in the last part, when to stop.
     mix         for the paper's recipe: mixes a batch of images and labels (timm's Mixup).
     output      folder for schedule, history, configuration and plot; with `resume` an interrupted search there goes on,
                 if `origin` (where weights and images come from) and everything else are the same.
