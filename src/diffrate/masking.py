@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from diffrate.backbones import Backbone
@@ -132,7 +133,10 @@ def masked_logits(
     for i in range(backbone.layout.depth):
         q, k, v, scale, _ = backbone.open_attention(i, tokens.x)
         bias = tokens.size.log() if operator.proportional else torch.zeros_like(tokens.size)
-        mixed = MaskedAttention.apply(q, k, v, bias, tokens.mask, scale)
+        if i <= compressed[0]:  # nothing is masked yet
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        else:
+            mixed = MaskedAttention.apply(q, k, v, bias, tokens.mask, scale)
         tokens = Masked(backbone.close_attention(i, tokens.x, mixed), tokens.size, tokens.mask)
         if i in compressed:
             with torch.no_grad():
@@ -160,7 +164,7 @@ def reduce_masked(
 
     importance  (B, N), and rank (B, N - prefix) of the image tokens by it, dead ones behind all live ones.
     """
-    stays, left = _fused(_masks, rank)(
+    left, joins, target = _fused(_masks, rank)(
         tokens.mask, rank, prune.keep[row], prune.count[row], merge.keep[row], merge.count[row], prefix,
         operator.operation,
     )  # fmt: skip
@@ -168,8 +172,6 @@ def reduce_masked(
         return Masked(tokens.x, tokens.size, left)
     with torch.no_grad():
         weights = {"plain": None, "size": tokens.size, "attention": importance}
-        joins, target = (stays > 0.5) & (left < 0.5), left > 0.5
-        target[:, :prefix] = False
         similarity, index = _most_similar(tokens.x, target)
         size, own, sent = _fused(_shares, rank)(tokens.size, weights[operator.mean], joins, similarity, index)
     return Masked(Join.apply(tokens.x, own, sent, index), size, left)
@@ -204,8 +206,8 @@ def _masks(
     merge_count: Tensor,
     prefix: int,
     operation: str,
-) -> tuple[Tensor, Tensor]:
-    """(B, N) masks of the tokens that are not pruned, and of those that are left after merging; with gradients."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N) mask of the tokens that are left, with its gradient; who joins one of them, and who can be joined."""
     live, first = mask[:, prefix:], mask[:, :prefix]
     kept = hard_mask(merge_keep, merge_count, rank)
     if operation == "merge":
@@ -214,7 +216,14 @@ def _masks(
         stays = live * kept
     else:
         stays = live * hard_mask(prune_keep, prune_count, rank)
-    return torch.cat([first, stays], dim=1), torch.cat([first, stays * kept], dim=1)
+    left = stays * kept
+    joins, target = (stays > 0.5) & (left < 0.5), left > 0.5
+    never = torch.zeros_like(first, dtype=torch.bool)
+    return (
+        torch.cat([first, left], dim=1),
+        torch.cat([never, joins], dim=1),
+        torch.cat([never, target], dim=1),
+    )
 
 
 def _most_similar(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
