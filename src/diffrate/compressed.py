@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from diffrate import ranking
+from diffrate import kernels, ranking
 from diffrate.backbones import Backbone, Layout, backbone_of
 from diffrate.backbones.base import Attention
 from diffrate.operator import Operator
 from diffrate.reduction import reduce_tokens, restore
 from diffrate.schedule import Schedule, ScheduleError
+from diffrate.steps import step
 from diffrate.tokens import Tokens, start
 
 
@@ -74,7 +75,8 @@ class CompressedModel(nn.Module):
     def forward(self, images: Tensor, return_tokens: bool = False) -> Any:
         """Logits; with return_tokens also the final Tokens: features, sizes and the patch map."""
         tokens = self.forward_tokens(images, patches=return_tokens)
-        logits = self.backbone.head(tokens)
+        with step("head"):
+            logits = self.backbone.head(tokens)
         return (logits, tokens) if return_tokens else logits
 
     def forward_features(self, images: Tensor) -> Tensor:
@@ -174,7 +176,8 @@ class CompressedModel(nn.Module):
     def _walk(
         self, images: Tensor, track: bool, collect: Collection[int] = ()
     ) -> tuple[Tokens, list[Tokens]]:
-        tokens = start(self.backbone.embed(images), self.backbone.layout.prefix, track)
+        with step("embedding"):
+            tokens = start(self.backbone.embed(images), self.backbone.layout.prefix, track)
         schedule = self._schedule_for(tokens.count)
         collected = []
         for i in range(schedule.depth):
@@ -205,34 +208,46 @@ def run_block(
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
     removes = merge < tokens.count
     if not removes and (tokens.size is None or not operator.proportional):
-        return tokens.with_features(backbone.block(i, tokens.x))
-    if removes:
+        with step("attention and MLP"):
+            return tokens.with_features(backbone.block(i, tokens.x))
+    if kernels.fast(tokens, operator):
+        size = tokens.size if operator.proportional else None
+        with step("attention"):
+            mixed, logits = kernels.mix(backbone.open_attention(i, tokens.x), size, row=removes)
+            attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
+        if logits is not None:
+            attended = kernels.reduce_tokens(attended, logits, prune, merge, operator)
+    elif removes:
         attended, importance = attend_and_rank(backbone, i, tokens, operator)
         attended = reduce_tokens(attended, importance, prune, merge, operator)
     else:
-        attention = backbone.open_attention(i, tokens.x)
-        mixed = mix(attention, tokens.key_bias())
-        attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
+        with step("attention"):
+            mixed = mix(backbone.open_attention(i, tokens.x), tokens.key_bias())
+            attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
     return finish_block(backbone, i, attended)
 
 
 def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> tuple[Tokens, Tensor]:
     """The first half of a block that removes tokens: x + attention, and (B, N - prefix) importances."""
     bias = tokens.key_bias() if operator.proportional else None
-    attention = backbone.open_attention(i, tokens.x)
-    if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
-        weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
-        mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
-        importance = ranking.image_attention(weights, tokens.prefix)
-    else:
-        mixed = mix(attention, bias)
-        importance = importance_of(attention, bias, tokens, i, operator)
-    return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), importance
+    with step("attention"):
+        attention = backbone.open_attention(i, tokens.x)
+        if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
+            weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
+            mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
+        else:
+            mixed = mix(attention, bias)
+        attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
+    with step("ranking"):
+        if operator.importance == "image-attention":
+            return attended, ranking.image_attention(weights, tokens.prefix)
+        return attended, importance_of(attention, bias, tokens, i, operator)
 
 
 def finish_block(backbone: Backbone, i: int, tokens: Tokens) -> Tokens:
     """The second half of a block: the MLP on the tokens that are left."""
-    return tokens.with_features(backbone.mlp(i, tokens.x))
+    with step("MLP"):
+        return tokens.with_features(backbone.mlp(i, tokens.x))
 
 
 def mix(attention: Attention, key_bias: Tensor | None) -> Tensor:
