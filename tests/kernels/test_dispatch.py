@@ -13,6 +13,8 @@ from diffrate.tokens import Tokens, start
 pytest.importorskip("triton", reason="Triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not multiply bfloat16")
+HALF = [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)]
 CLASS = Operator(importance="class-attention")
 # Nothing, pruning and merging, nothing but with sizes, and merging down to the class token and two more.
 SCHEDULE = Schedule([17, 15, 12, 6], [17, 12, 12, 3])
@@ -70,7 +72,7 @@ def test_both_paths_give_the_same_logits(model, images, calls, changes, path):
     assert len(calls) == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALF)
 def test_half_precision_takes_the_kernel_that_attends_with_sizes(model, images, dtype, monkeypatch):
     seen = []
     attend = ops.attend_with
@@ -130,26 +132,27 @@ def test_an_unknown_path_is_refused():
         pass
 
 
-def test_compiles_whole_once_for_all_batch_sizes(model, images, calls):
-    fast = diffrate.compress(model, SCHEDULE)
+def test_compiles_whole_once_for_all_batch_sizes(images):
+    model = random_vit(patch_size=16, depth=3).to(DEVICE)
+    fast = diffrate.compress(model, Schedule([5, 4, 3], [5, 3, 3]))
+    images = torch.cat([images, images])
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fast, fullgraph=True, backend=counter)
     with torch.no_grad():
-        for batch in (2, 3, 1, 3):  # the second batch size makes the graph dynamic; no third compilation
-            torch.testing.assert_close(
-                compiled(images[:batch]), fast(images[:batch]), rtol=1e-5, atol=1e-5
-            )
-            if batch == 3:
-                assert counter.frame_count == 2
+        for batch, compilations in ((2, 1), (3, 2), (5, 2), (2, 2)):  # the second one has a dynamic batch
+            ours = compiled(images[:batch])
+            torch.testing.assert_close(ours, fast(images[:batch]), rtol=1e-5, atol=1e-5)
+            assert counter.frame_count == compilations
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
-    assert sum("diffrate.reduce" in target for target in targets) == 4  # two blocks, two compilations
+    assert sum("diffrate.reduce" in target for target in targets) == 2  # one in each compilation
 
 
-def test_exports_with_the_kernels(model, images):
-    fast = diffrate.compress(model, SCHEDULE)
+def test_exports_with_the_kernels(images):
+    model = random_vit(patch_size=16, depth=3).to(DEVICE)
+    fast = diffrate.compress(model, Schedule([5, 4, 3], [5, 3, 3]))
     with torch.no_grad():
         batch = torch.export.Dim("batch", min=1, max=64)
-        exported = torch.export.export(fast, (images[:2],), dynamic_shapes=({0: batch}, None))
-        assert sum("diffrate.reduce" in str(node.target) for node in exported.graph.nodes) == 2
+        exported = torch.export.export(fast, (images[:2],), dynamic_shapes=({0: batch},))
+        assert sum("diffrate.reduce" in str(node.target) for node in exported.graph.nodes) == 1
         torch.testing.assert_close(exported.module()(images), fast(images), rtol=1e-5, atol=1e-5)
