@@ -100,7 +100,10 @@ def entrants(model: nn.Module, schedules: Mapping[str, Schedule], baselines: boo
         rows.append(Entrant(oracle, OracleSlice(model, schedule), gmacs))
         rows.append(Entrant(name, compress(model, schedule), gmacs, oracle))
         if baselines:
-            simple = {"ToMe-like": constant_merging(model, gmacs), "EViT-like": stepwise_pruning(model, gmacs)}
+            simple = {
+                "ToMe-like": constant_merging(model, gmacs),
+                "EViT-like": stepwise_pruning(model, gmacs),
+            }
             for label, other in simple.items():
                 label = label if len(schedules) == 1 else f"{label}, {name}"
                 rows.append(Entrant(label, compress(model, other), cost.of_schedule(other)))

@@ -130,7 +130,9 @@ def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance
     return ours
 
 
-@pytest.mark.parametrize("operator", [PUBLISHED, SEARCHED, Operator(operation="prune"), Operator(mean="size")])
+@pytest.mark.parametrize(
+    "operator", [PUBLISHED, SEARCHED, Operator(operation="prune"), Operator(mean="size")]
+)
 @pytest.mark.parametrize(
     ("n", "prefix", "prune", "merge", "c"),
     [
@@ -161,7 +163,9 @@ def test_reduction_at_the_widths_of_real_models(c):
 def test_reduction_in_half_precision(dtype, operator):
     logits, importance = scores(2, 29)
     x = randn(2, 29, 64, seed=4).to(dtype)
-    agree(x, None, logits, importance, 1, 26, 20, operator, tolerance=2e-3 if dtype == torch.float16 else 2e-2)
+    agree(
+        x, None, logits, importance, 1, 26, 20, operator, tolerance=2e-3 if dtype == torch.float16 else 2e-2
+    )
 
 
 def test_what_is_neither_pruned_nor_merged_keeps_every_bit():
@@ -195,7 +199,14 @@ def test_equal_tokens_and_opposite_ones():
     opposite = torch.cat([same[:, :2], -same[:, :1]], dim=1)  # the joiner is the negative of its only target
     first = torch.tensor([[[0.0, 3.0, 1.0]]], device=DEVICE)
     merged = agree(
-        opposite, size[:, :3], first, probabilities(first).mean(1).float(), 1, 3, 2, Operator(operation="merge")
+        opposite,
+        size[:, :3],
+        first,
+        probabilities(first).mean(1).float(),
+        1,
+        3,
+        2,
+        Operator(operation="merge"),
     )
     assert merged.size[0, 1].item() == 1.0  # 7 - 7, held at 1 so that its logarithm stays finite
 
@@ -212,9 +223,7 @@ def test_sizes_far_apart_and_importance_zero():
 
 
 def test_no_images():
-    empty = kernels.reduce_tokens(
-        Tokens(randn(0, 9, 32), 1), randn(0, 2, 9), 8, 6, PUBLISHED
-    )
+    empty = kernels.reduce_tokens(Tokens(randn(0, 9, 32), 1), randn(0, 2, 9), 8, 6, PUBLISHED)
     assert empty.x.shape == (0, 6, 32)
     assert torch.ops.diffrate.attend(*heads_of(0, 2, 9, 32), None, 1.0, True)[0].shape == (0, 2, 9, 32)
 

@@ -107,7 +107,9 @@ def bench_command(
     where = resolve_device(device)
     if search:
         if schedule or mode or show_profile or plot or len(sizes) > 1:
-            raise DiffRateError("--search times steps: it takes no schedule, mode, profile, plot or list of batches")
+            raise DiffRateError(
+                "--search times steps: it takes no schedule, mode, profile, plot or list of batches"
+            )
         _search_steps(model, sizes[0], where, amp, amp_dtype, repeats, json)
         return
     if amp:
@@ -119,7 +121,9 @@ def bench_command(
     profiles: list[dict[str, Any]] = []
     for name in model:
         size = None if img_size is None else o.read_size(img_size)
-        built = load_model(name, num_classes=num_classes, img_size=size, model_kwargs=o.read_kwargs(model_kwargs))
+        built = load_model(
+            name, num_classes=num_classes, img_size=size, model_kwargs=o.read_kwargs(model_kwargs)
+        )
         schedules = {text: o.read_schedule(text, built, name) for text in schedule or []}
         modes = mode or ["eager"]
         for speeds in bench(built, schedules, sizes, where, dtype, modes, baselines, repeats, path):
@@ -143,7 +147,17 @@ def show_speeds(model: str, speeds: Sequence[Speed]) -> None:
     """One table: the rows of one model, batch size and mode."""
     first = speeds[0]
     typer.echo(f"{model}, batch {first.batch_size}, {first.dtype}, {first.mode}")
-    columns = ["", "GMACs", "images/s", "ms", "± ms", "peak GiB", "x uncompressed", "x oracle", "of MACs saved"]
+    columns = [
+        "",
+        "GMACs",
+        "images/s",
+        "ms",
+        "± ms",
+        "peak GiB",
+        "x uncompressed",
+        "x oracle",
+        "of MACs saved",
+    ]
     show_table(columns, [_speed_cells(speed) for speed in speeds])
 
 
@@ -182,7 +196,9 @@ def _profiles(
         }
         typer.echo(f"{name}, batch {size}, {dtype}: milliseconds in each step of an eager forward pass")
         steps = list(next(iter(columns.values())))
-        show_table(["", *columns], [[step, *(f"{times[step]:.2f}" for times in columns.values())] for step in steps])
+        show_table(
+            ["", *columns], [[step, *(f"{times[step]:.2f}" for times in columns.values())] for step in steps]
+        )
         found += [{"model": name, "name": label, "batch_size": size, "ms": t} for label, t in columns.items()]
     return found
 

@@ -85,4 +85,3 @@ def reduce_tokens(tokens: Tokens, logits: Tensor, prune: int, merge: int, operat
         tokens.x, logits, tokens.size, tokens.prefix, prune, first, merge, operator.mean
     )
     return Tokens(x, tokens.prefix, size if joins or tokens.size is not None else None)
-

@@ -139,7 +139,7 @@ def _assemble(
             x, size if size is not None else x, importance, order, similarity, target, out, out_size,
             n, c, prefix, first if joins else keep, keep, candidates, count, similarity.shape[1],
             HAS_SIZE=size is not None, JOINS=joins, SPARES=joins and keep > first, MEAN=MEANS[mean],
-            BLOCK_T=rows, BLOCK_J=max(16, _power_of_two(candidates)), BLOCK_C=64, num_warps=4,
+            BLOCK_T=rows, BLOCK_J=_power_of_two(candidates), BLOCK_C=64, num_warps=8 if candidates > 64 else 4,
         )  # fmt: skip
     return out, out_size
 
@@ -158,8 +158,9 @@ def rank(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     order = logits.new_empty((b, n), dtype=torch.int32)
     if b:
         kernels().rank_kernel[(b,)](
-            logits, importance, order, heads, n, prefix, BLOCK_N=_power_of_two(n), CHUNK=32, num_warps=4
-        )
+            logits, importance, order, heads, n, prefix,
+            BLOCK_N=_power_of_two(n), CHUNK=16, num_warps=max(4, _power_of_two(n) // 64),
+        )  # fmt: skip
     return importance, order
 
 
@@ -173,7 +174,7 @@ def match(x: Tensor, order: Tensor, prefix: int, first: int, candidates: int) ->
     if b and candidates:
         kernels().match_kernel[(count * b,)](
             x, order, similarity, target, n, c, prefix, first, candidates, count,
-            BLOCK_J=min(64, max(16, _power_of_two(candidates))), BLOCK_T=rows, BLOCK_C=64, num_warps=4,
+            BLOCK_J=min(64, _power_of_two(candidates)), BLOCK_T=rows, BLOCK_C=64, num_warps=4,
         )  # fmt: skip
     return similarity, target
 
@@ -181,7 +182,7 @@ def match(x: Tensor, order: Tensor, prefix: int, first: int, candidates: int) ->
 def _token_tile(batch: int, tokens: int) -> int:
     """Tokens a program works on: many where there are images enough to fill a GPU, else few."""
     most = 64 if batch >= 32 else 16
-    return max(16, min(most, _power_of_two(tokens)))
+    return min(most, _power_of_two(tokens))
 
 
 def _rows_dense(t: Tensor) -> Tensor:

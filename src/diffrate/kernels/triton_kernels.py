@@ -1,8 +1,9 @@
 """Triton kernels of one compressed block: attend, score, rank, match, assemble.
 
 All work on one image needs no other image, so every grid is images x tiles. Scores and similarities are fp32, whatever
-the features are. Token counts are plain arguments and not constants, so that one compiled kernel serves every block
-and every batch (`do_not_specialize`: a count that happens to be 1 or 16 is no other case). `ops` holds what calls them; `reduction` and `ranking` are their plain twins.
+the features are. Token counts are plain arguments, and not special where they are 1 or a multiple of 16
+(`do_not_specialize`), so that one compiled kernel serves every block and every batch. `ops` holds what calls them;
+`ranking` and `reduction` are their plain twins.
 """
 
 import triton
@@ -52,7 +53,7 @@ def attend_kernel(
         if HAS_SIZE:
             size = tl.load(SIZE + b * N + n, mask=n < N, other=1.0)
             logits = logits + tl.log2(size)[None, :]
-        if ROW:
+        if ROW:  # noqa: SIM102  # a constant, and only then a condition of the program
             if tile == 0:
                 where = LOGITS + head.to(tl.int64) * N + n[None, :] + 0 * m[:, None]
                 tl.store(where, logits, mask=(m[:, None] == 0) & (n[None, :] < N))
@@ -112,7 +113,7 @@ def rank_kernel(
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
-    for h in range(0, H):
+    for h in range(H):
         logits = tl.load(LOGITS + (b * H + h) * N + n, mask=n < N, other=float("-inf"))
         weight = tl.exp2(logits - tl.max(logits, 0))
         total = total + weight / tl.sum(weight, 0)
@@ -199,7 +200,7 @@ def assemble_kernel(
         j_row = tl.load(ORDER + b * N + first + j, mask=j < J, other=0)
         similarity = tl.full([BLOCK_J], -2.0, tl.float32)  # below every cosine
         target = tl.full([BLOCK_J], -1, tl.int32)
-        for k in range(0, MATCH_TILES):
+        for k in range(MATCH_TILES):
             where = (b * MATCH_TILES + k) * J + j
             another = tl.load(SIMILARITY + where, mask=j < J, other=-2.0)
             better = another > similarity  # on a tie the earlier tile, so the earlier target
