@@ -132,6 +132,7 @@ def test_an_unknown_path_is_refused():
         pass
 
 
+@pytest.mark.slow
 def test_compiles_whole_once_for_all_batch_sizes(images):
     model = random_vit(patch_size=16, depth=3).to(DEVICE)
     fast = diffrate.compress(model, Schedule([5, 4, 3], [5, 3, 3]))
@@ -148,6 +149,7 @@ def test_compiles_whole_once_for_all_batch_sizes(images):
     assert sum("diffrate.reduce" in target for target in targets) == 2  # one in each compilation
 
 
+@pytest.mark.slow
 def test_exports_with_the_kernels(images):
     model = random_vit(patch_size=16, depth=3).to(DEVICE)
     fast = diffrate.compress(model, Schedule([5, 4, 3], [5, 3, 3]))

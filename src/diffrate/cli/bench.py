@@ -21,7 +21,7 @@ from diffrate.models import load_model
 from diffrate.plots import speed_plot
 from diffrate.results import check_target
 from diffrate.schedule import Schedule
-from diffrate.speed import DTYPES, MODES, UNCOMPRESSED, Speed, bench, profile
+from diffrate.speed import DTYPES, MODES, UNCOMPRESSED, Speed, bench, entrants, profile
 
 
 def bench_command(
@@ -117,24 +117,26 @@ def bench_command(
     given = read_accuracies(accuracy)
     if plot is not None and len(given) < 1:
         raise DiffRateError("--plot draws throughput against accuracy: give some --accuracy ROW=PERCENT")
+    size = None if img_size is None else o.read_size(img_size)
+    kwargs = o.read_kwargs(model_kwargs)
+    built = {name: load_model(name, None, False, num_classes, size, kwargs) for name in model}
+    schedules = {
+        name: {text: o.read_schedule(text, whole, name) for text in schedule or []}
+        for name, whole in built.items()
+    }
+    expected = [row.name for name in model for row in entrants(built[name], schedules[name], baselines)]
+    if unknown := set(given) - set(expected):
+        names = ", ".join(dict.fromkeys(expected))
+        raise DiffRateError(f"there is no row {', '.join(sorted(unknown))} for an accuracy; rows are {names}")
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
-    for name in model:
-        size = None if img_size is None else o.read_size(img_size)
-        built = load_model(
-            name, num_classes=num_classes, img_size=size, model_kwargs=o.read_kwargs(model_kwargs)
-        )
-        schedules = {text: o.read_schedule(text, built, name) for text in schedule or []}
-        modes = mode or ["eager"]
-        for speeds in bench(built, schedules, sizes, where, dtype, modes, baselines, repeats, path):
+    for name, whole in built.items():
+        options = (sizes, where, dtype, mode or ["eager"], baselines, repeats, path)
+        for speeds in bench(whole, schedules[name], *options):
             rows += [{"model": name, **asdict(speed)} for speed in speeds]
             show_speeds(name, speeds)
         if show_profile:
-            profiles += _profiles(name, built, schedules, sizes, where, dtype, path)
-    unknown = set(given) - {row["name"] for row in rows}
-    if unknown:
-        names = ", ".join(dict.fromkeys(row["name"] for row in rows))
-        raise DiffRateError(f"there is no row {', '.join(sorted(unknown))} for an accuracy; rows are {names}")
+            profiles += _profiles(name, whole, schedules[name], sizes, where, dtype, path)
     for row in rows:
         row["accuracy"] = given.get(row["name"])
     if plot is not None:

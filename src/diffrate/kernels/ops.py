@@ -130,8 +130,6 @@ def _assemble(
     candidates = prune - first if joins else 0
     similarity, target = match(x, order, prefix, first, candidates)
     out, out_size = _reduce_outputs(x, importance, size, prefix, prune, first, keep, mean)
-    if not joins and size is None:
-        out_size.fill_(1.0)
     rows = _token_tile(b, keep)
     count = _tiles(keep, rows)
     if b:

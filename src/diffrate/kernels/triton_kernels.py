@@ -247,6 +247,8 @@ def assemble_kernel(
     elif HAS_SIZE:
         size = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
         tl.store(OUT_SIZE + b * keep + t, size, mask=t < keep)
+    else:
+        tl.store(OUT_SIZE + b * keep + t, tl.full([BLOCK_T], 1.0, tl.float32), mask=t < keep)
     for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         inside = (t[:, None] < keep) & (c[None, :] < C)
