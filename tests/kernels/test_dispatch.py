@@ -50,18 +50,22 @@ def plain(fast, images):
         return fast(images)
 
 
+SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost"}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "path"),
     [
-        {},
-        {"operation": "prune"},
-        {"operation": "merge", "mean": "attention", "choice": "cost"},
-        {"mean": "size"},
-        {"proportional": False},
+        ({}, "auto"),
+        ({}, "triton"),
+        ({}, "sdpa"),
+        (SEARCHED, "auto"),
+        ({"operation": "prune"}, "auto"),
+        ({"mean": "size"}, "auto"),
+        ({"proportional": False}, "triton"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("path", ["auto", "triton", "sdpa"])
 def test_both_paths_give_the_same_logits(model, images, calls, changes, path):
     fast = diffrate.compress(model, SCHEDULE, **changes)
     with kernels.using(path), torch.no_grad():

@@ -131,7 +131,15 @@ def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance
 
 
 @pytest.mark.parametrize(
-    "operator", [PUBLISHED, SEARCHED, Operator(operation="prune"), Operator(mean="size")]
+    ("operator", "sized"),
+    [
+        (PUBLISHED, False),
+        (PUBLISHED, True),
+        (SEARCHED, True),
+        (Operator(operation="prune"), True),
+        (Operator(mean="size"), True),
+    ],
+    ids=["published", "published, sizes", "searched", "prune", "mean by size"],
 )
 @pytest.mark.parametrize(
     ("n", "prefix", "prune", "merge", "c"),
@@ -145,7 +153,6 @@ def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance
         (90, 1, 85, 80, 80),  # several tiles of targets
     ],
 )
-@pytest.mark.parametrize("sized", [False, True])
 def test_reduction_is_the_twins(operator, n, prefix, prune, merge, c, sized):
     logits, importance = scores(2, n)
     size = 1 + 3 * randn(2, n, seed=5).abs() if sized else None

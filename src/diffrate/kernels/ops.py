@@ -34,7 +34,14 @@ def kernels() -> Any:
 def _register(schema: str, function: Any, fake: Any) -> None:
     _library.define(schema)
     name = schema.partition("(")[0]
-    _library.impl(name, function, "CompositeExplicitAutograd")
+
+    def on_its_device(*arguments: Any) -> Any:
+        with torch.cuda.device_of(
+            arguments[0]
+        ):  # Triton launches on the current GPU, wherever the tensors are
+            return function(*arguments)
+
+    _library.impl(name, on_its_device, "CompositeExplicitAutograd")
     torch.library.register_fake(f"diffrate::{name}", fake, lib=_library)
 
 
