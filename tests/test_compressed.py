@@ -116,7 +116,7 @@ def test_counts_and_sizes_are_those_of_the_schedule(model):
     trace = fast.trace(batch(model))
     assert [tokens.count for tokens in trace] == list(schedule.merge)
     logits, tokens = fast(batch(model), return_tokens=True)
-    assert torch.equal(logits, fast(batch(model)))
+    torch.testing.assert_close(logits, fast(batch(model)), rtol=1e-5, atol=1e-6)
     assert tokens.count == schedule.merge[-1]
     layout = fast.backbone.layout
     assert tokens.patches.shape == (2, layout.tokens - layout.prefix)
@@ -313,7 +313,8 @@ def test_features_and_head_are_forward(model, operation):
     fast, images = diffrate.compress(model, shrinking(model), operation=operation), batch(model)
     features = fast.forward_features(images)
     assert features.shape == (2, fast.schedule.merge[-1], 32)
-    torch.testing.assert_close(fast.forward_head(features), fast(images), rtol=0, atol=0)
+    # For logits alone the last block runs for the class token only, whose sums then add up in another order.
+    torch.testing.assert_close(fast.forward_head(features), fast(images), rtol=1e-5, atol=1e-6)
     pooled = fast.forward_head(features, pre_logits=True)
     torch.testing.assert_close(model.head(pooled), fast(images), rtol=1e-5, atol=1e-6)
     tokens = fast.forward_tokens(images)

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from diffrate import ranking
+from diffrate import kernels, ranking
 from diffrate.backbones import Backbone, Layout, backbone_of
 from diffrate.backbones.base import Attention
+from diffrate.mixing import mix
 from diffrate.operator import Operator
 from diffrate.reduction import reduce_tokens, restore
 from diffrate.schedule import Schedule, ScheduleError
+from diffrate.steps import step
 from diffrate.tokens import Tokens, start
 
 
@@ -65,6 +67,7 @@ class CompressedModel(nn.Module):
         self.backbone = backbone_of(original)
         self.operator = checked_operator(operator, self.backbone.layout)
         self.schedule = checked(schedule, self.backbone.layout)
+        self.effective = self.schedule.effective  # once: a compiler need not look into it
         self.training = original.training  # train() would also reset layers that are in a mode of their own
         self.register_load_state_dict_pre_hook(_to_inner_keys)
         self.register_state_dict_post_hook(_to_original_keys)
@@ -73,8 +76,10 @@ class CompressedModel(nn.Module):
 
     def forward(self, images: Tensor, return_tokens: bool = False) -> Any:
         """Logits; with return_tokens also the final Tokens: features, sizes and the patch map."""
-        tokens = self.forward_tokens(images, patches=return_tokens)
-        logits = self.backbone.head(tokens)
+        walked, _ = self._walk(images, track=return_tokens, for_head=not return_tokens)
+        tokens = walked.with_features(self.backbone.norm(walked.x))
+        with step("head"):
+            logits = self.backbone.head(tokens)
         return (logits, tokens) if return_tokens else logits
 
     def forward_features(self, images: Tensor) -> Tensor:
@@ -172,12 +177,17 @@ class CompressedModel(nn.Module):
         return self._walk(images, track=True, collect=range(self.backbone.layout.depth))[1]
 
     def _walk(
-        self, images: Tensor, track: bool, collect: Collection[int] = ()
+        self, images: Tensor, track: bool, collect: Collection[int] = (), for_head: bool = False
     ) -> tuple[Tokens, list[Tokens]]:
-        tokens = start(self.backbone.embed(images), self.backbone.layout.prefix, track)
+        """The tokens after the last block, and after those of `collect`; `for_head`: only what the head looks at."""
+        with step("embedding"):
+            tokens = start(self.backbone.embed(images), self.backbone.layout.prefix, track)
         schedule = self._schedule_for(tokens.count)
-        collected = []
+        collected: list[Tokens] = []
         for i in range(schedule.depth):
+            last = i == schedule.depth - 1 and schedule.merge[i] < tokens.count
+            if for_head and last and self.backbone.layout.compresses_last_block:
+                return run_block_for_prefix(self.backbone, i, tokens, self.operator), collected
             tokens = run_block(self.backbone, i, tokens, schedule.prune[i], schedule.merge[i], self.operator)
             if i in collect:
                 collected.append(tokens)
@@ -189,7 +199,7 @@ class CompressedModel(nn.Module):
             raise ScheduleError(
                 f"the schedule is for {self.schedule.tokens} tokens and this input gives {tokens}"
             )
-        return self.schedule.resized(tokens).effective
+        return self.effective if tokens == self.schedule.tokens else self.schedule.resized(tokens).effective
 
     def _removes_nothing(self, tokens: int) -> bool:
         return self.schedule.removes_nothing or tokens == self.schedule.tokens
@@ -205,41 +215,59 @@ def run_block(
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
     removes = merge < tokens.count
     if not removes and (tokens.size is None or not operator.proportional):
-        return tokens.with_features(backbone.block(i, tokens.x))
-    if removes:
+        with step("attention and MLP"):
+            return tokens.with_features(backbone.block(i, tokens.x))
+    if kernels.fast(tokens, operator):
+        size = tokens.size if operator.proportional else None
+        with step("attention"):
+            attention = backbone.open_attention(i, tokens.x)
+            mixed = mix(attention, None if size is None else size.log())
+            attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
+        if removes:
+            with step("ranking"):
+                logits = kernels.class_logits(attention, size)
+            attended = kernels.reduce_tokens(attended, logits, prune, merge, operator)
+    elif removes:
         attended, importance = attend_and_rank(backbone, i, tokens, operator)
         attended = reduce_tokens(attended, importance, prune, merge, operator)
     else:
-        attention = backbone.open_attention(i, tokens.x)
-        mixed = mix(attention, tokens.key_bias())
-        attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
+        with step("attention"):
+            mixed = mix(backbone.open_attention(i, tokens.x), tokens.key_bias())
+            attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
     return finish_block(backbone, i, attended)
+
+
+def run_block_for_prefix(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> Tokens:
+    """The last block where the head looks at prefix tokens alone: they attend to all others, which go no further."""
+    prefix, bias = tokens.prefix, tokens.key_bias() if operator.proportional else None
+    with step("attention"):
+        attention = backbone.open_attention(i, tokens.x)
+        mixed = mix(attention._replace(q=attention.q[:, :, :prefix]), bias)
+        x = backbone.close_attention(i, tokens.x[:, :prefix], mixed)
+    return finish_block(backbone, i, Tokens(x, prefix))
 
 
 def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> tuple[Tokens, Tensor]:
     """The first half of a block that removes tokens: x + attention, and (B, N - prefix) importances."""
     bias = tokens.key_bias() if operator.proportional else None
-    attention = backbone.open_attention(i, tokens.x)
-    if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
-        weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
-        mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
-        importance = ranking.image_attention(weights, tokens.prefix)
-    else:
-        mixed = mix(attention, bias)
-        importance = importance_of(attention, bias, tokens, i, operator)
-    return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), importance
+    with step("attention"):
+        attention = backbone.open_attention(i, tokens.x)
+        if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
+            weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
+            mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
+        else:
+            mixed = mix(attention, bias)
+        attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
+    with step("ranking"):
+        if operator.importance == "image-attention":
+            return attended, ranking.image_attention(weights, tokens.prefix)
+        return attended, importance_of(attention, bias, tokens, i, operator)
 
 
 def finish_block(backbone: Backbone, i: int, tokens: Tokens) -> Tokens:
     """The second half of a block: the MLP on the tokens that are left."""
-    return tokens.with_features(backbone.mlp(i, tokens.x))
-
-
-def mix(attention: Attention, key_bias: Tensor | None) -> Tensor:
-    """(B, heads, N, d) values mixed by attention, with the key bias added to the logits of every query."""
-    q, k, v, scale, dropout = attention
-    mask = None if key_bias is None else key_bias[:, None, None].to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    with step("MLP"):
+        return tokens.with_features(backbone.mlp(i, tokens.x))
 
 
 def importance_of(

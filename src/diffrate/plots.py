@@ -23,3 +23,26 @@ def kept_plot(history: list[dict[str, Any]], path: Path) -> None:
         axes.set(title=f"{budget:.3g} GMACs", xlabel="block", ylabel="tokens kept", ylim=(0, None))
         axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def speed_plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Images per second against accuracy, for the rows that have one; a line for each model, mode and batch size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    known = [row for row in rows if row.get("accuracy") is not None]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in known:
+        groups.setdefault(f"{row['model']}, {row['mode']}, batch {row['batch_size']}", []).append(row)
+    for label, group in groups.items():
+        group.sort(key=lambda row: row["images_per_second"])
+        speeds = [row["images_per_second"] for row in group]
+        accuracies = [row["accuracy"] for row in group]
+        axes.plot(speeds, accuracies, marker="o", label=label)
+        for row in group:
+            where = (row["images_per_second"], row["accuracy"])
+            axes.annotate(row["name"], where, xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="images/s", ylabel="top-1 %", title="throughput against accuracy")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,78 @@
+"""Write the speed tables of the documentation from results/speed_*.json, or check that they are up to date.
+
+python reproduce/speed_table.py            # rewrites what lies between <!-- speed --> and <!-- /speed -->
+python reproduce/speed_table.py --check    # exits with 1 where that would change something
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/speed.md")
+START, END = "<!-- speed -->", "<!-- /speed -->"
+COLUMNS = (
+    "model",
+    "GMACs",
+    "dtype",
+    "batch",
+    "mode",
+    "images/s",
+    "oracle slice",
+    "of oracle",
+    "of uncompressed",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    stale = []
+    for page in (ROOT / name for name in PAGES):
+        if not page.is_file() or START not in (text := page.read_text(encoding="utf-8")):
+            continue
+        updated = rewritten(text, sorted((ROOT / "results").glob("speed_*.json")))
+        if updated != text:
+            stale.append(page.name)
+            if not arguments.check:
+                page.write_text(updated, encoding="utf-8")
+    print("up to date" if not stale else f"{'stale' if arguments.check else 'updated'}: {', '.join(stale)}")
+    sys.exit(1 if stale and arguments.check else 0)
+
+
+def rewritten(text: str, files: list[Path]) -> str:
+    """The page with its table made anew."""
+    before, _, rest = text.partition(START)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"{START} has no {END}")
+    tables = [table(json.loads(path.read_text(encoding="utf-8")), path.name) for path in files]
+    return f"{before}{START}\n\n{chr(10).join(tables)}\n{END}{after}"
+
+
+def table(record: dict[str, Any], name: str) -> str:
+    """One file as a Markdown table: a line for each schedule in each mode, beside its oracle slice of the same run."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * 3 + "---:|---|" + "---:|" * 4]
+    rows = record["results"]["rows"]
+    for i, row in enumerate(rows):
+        if row["of_oracle"] is None or row.get("kernels", "auto") != "auto":
+            continue
+        ceiling = rows[i - 1]  # the oracle slice comes before its schedule
+        lines.append(
+            f"| {row['model']} | {row['gmacs']:.1f} | {row['dtype']} | {row['batch_size']} | {row['mode']} "
+            f"| {row['images_per_second']:,.0f} | {ceiling['images_per_second']:,.0f} "
+            f"| {row['of_oracle']:.2f} | {row['of_uncompressed']:.2f} |"
+        )
+    origin = f"`{record['command']}`, {record['device']}, torch {record['torch']}, commit {str(record['commit'])[:10]}"
+    return "\n".join([*lines, "", f"{origin} (`results/{name}`)", ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""How fast a model is under a schedule, between two bounds that are measured in the same run.
+
+The uncompressed model is what compression must beat; the oracle slice is the ceiling: the same model with the same
+counts that keeps the first tokens, whatever they are, so that it pays for no ranking and no merging.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffrate import kernels
+from diffrate.backbones import backbone_of
+from diffrate.baselines import constant_merging, stepwise_pruning
+from diffrate.compressed import checked, compress
+from diffrate.costs.macs import MacCost
+from diffrate.devices import now
+from diffrate.errors import DiffRateError
+from diffrate.schedule import Schedule
+from diffrate.steps import MARK, STEPS
+from diffrate.tokens import Tokens
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MODES = ("eager", "compiled", "graph", "compiled-graph")
+UNCOMPRESSED, ORACLE = "uncompressed", "oracle slice"
+WARM_UP = 3  # untimed calls
+LEAST_SECONDS = 0.02  # of one sample: shorter calls are timed several at once
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One model, one mode, one batch size: medians of samples taken in turns with the rows they are compared with.
+
+    of_uncompressed, of_oracle  throughput as a ratio to those rows of the same run; an oracle slice belongs to one
+                                schedule, and only that schedule's row is compared with it.
+    saved_share  time saved as a share of the MACs saved: 1 where the model is faster by all that it computes less.
+    """
+
+    name: str
+    mode: str
+    batch_size: int
+    dtype: str
+    gmacs: float
+    ms: float
+    spread_ms: float  # of the middle half
+    images_per_second: float
+    peak_gib: float | None  # above the weights; None where the device does not tell
+    of_uncompressed: float | None = None
+    of_oracle: float | None = None
+    saved_share: float | None = None
+
+
+class OracleSlice(nn.Module):
+    """The model under a schedule that simply cuts `x[:, :k]` after attention, with torch's own attention."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+        super().__init__()
+        self.original = model
+        self.backbone = backbone_of(model)
+        self.kept = checked(schedule, self.backbone.layout).effective.merge
+
+    def forward(self, images: Tensor) -> Any:
+        x = self.backbone.embed(images)
+        for i, keep in enumerate(self.kept):
+            if keep == x.shape[1]:
+                x = self.backbone.block(i, x)
+                continue
+            q, k, v, scale, _ = self.backbone.open_attention(i, x)
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)
+            x = self.backbone.close_attention(i, x, mixed)[:, :keep]
+            x = self.backbone.mlp(i, x)
+        return self.backbone.head(Tokens(self.backbone.norm(x), self.backbone.layout.prefix))
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A row to be: a model, what it costs, and the row that is its ceiling."""
+
+    name: str
+    model: nn.Module
+    gmacs: float
+    oracle: str | None = None
+
+
+def entrants(model: nn.Module, schedules: Mapping[str, Schedule], baselines: bool = False) -> list[Entrant]:
+    """The uncompressed model and, for each schedule, its oracle slice, the compressed model and simple schedules."""
+    cost = MacCost.of(model)
+    rows = [Entrant(UNCOMPRESSED, model, cost.of_schedule(None))]
+    for name, schedule in schedules.items():
+        gmacs = cost.of_schedule(schedule)
+        oracle = ORACLE if len(schedules) == 1 else f"{ORACLE}, {name}"
+        rows.append(Entrant(oracle, OracleSlice(model, schedule), gmacs))
+        rows.append(Entrant(name, compress(model, schedule), gmacs, oracle))
+        if baselines:
+            simple = {
+                "ToMe-like": constant_merging(model, gmacs),
+                "EViT-like": stepwise_pruning(model, gmacs),
+            }
+            for label, other in simple.items():
+                label = label if len(schedules) == 1 else f"{label}, {name}"
+                rows.append(Entrant(label, compress(model, other), cost.of_schedule(other)))
+    return rows
+
+
+def bench(
+    model: nn.Module,
+    schedules: Mapping[str, Schedule] | None = None,
+    batch_sizes: Sequence[int] = (64,),
+    device: torch.device | str = "cpu",
+    dtype: str = "float32",
+    modes: Sequence[str] = ("eager",),
+    baselines: bool = False,
+    repeats: int = 10,
+    path: str = "auto",
+) -> Iterator[list[Speed]]:
+    """Time a model and its schedules on random images: one list of rows for each batch size and mode.
+
+    path  which kernels run: see diffrate.kernels.using.
+    """
+    where = torch.device(device)
+    if dtype not in DTYPES:
+        raise DiffRateError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    for mode in modes:
+        if mode not in MODES:
+            raise DiffRateError(f"a mode is one of {', '.join(MODES)}, not {mode!r}")
+        if "graph" in mode and where.type != "cuda":
+            raise DiffRateError(f"mode {mode} needs a CUDA device")
+    lent = copy.deepcopy(model).to(where, DTYPES[dtype]).eval()  # the caller's model stays as it is
+    rows = entrants(lent, schedules or {}, baselines)
+    layout = backbone_of(lent).layout
+    with kernels.using(path):
+        for batch_size in batch_sizes:
+            images = torch.randn(
+                batch_size, layout.in_chans, *layout.img_size, device=where, dtype=DTYPES[dtype]
+            )
+            for mode in modes:
+                yield _compared(rows, _measure(rows, images, mode, repeats), batch_size, mode, dtype)
+
+
+def _measure(
+    rows: Sequence[Entrant], images: Tensor, mode: str, repeats: int
+) -> dict[str, tuple[list[float], float | None]]:
+    """Seconds a call of every entrant, in turns, so that a busy machine slows all of them; and peak GiB."""
+    device = images.device
+    samples: dict[str, list[float]] = {row.name: [] for row in rows}
+    peaks: dict[str, float | None] = {}
+    if mode.startswith("compiled"):
+        torch._dynamo.reset()
+    many = torch._dynamo.config.patch(recompile_limit=8 * len(rows))  # rows share the code of a class
+    with torch.inference_mode(), many:
+        runs: dict[str, tuple[Callable[[], Any], int]] = {}
+        for row in rows:
+            run, peaks[row.name] = _prepared(row.model, images, mode)
+            once = min(_seconds(run, 1, device) for _ in range(WARM_UP))
+            runs[row.name] = run, max(1, math.ceil(LEAST_SECONDS / once))
+        for _ in range(repeats):
+            for name, (run, calls) in runs.items():
+                samples[name].append(_seconds(run, calls, device) / calls)
+    return {name: (seconds, peaks[name]) for name, seconds in samples.items()}
+
+
+def _seconds(run: Callable[[], Any], calls: int, device: torch.device) -> float:
+    started = now(device)
+    for _ in range(calls):
+        run()
+    return now(device) - started
+
+
+def _prepared(model: nn.Module, images: Tensor, mode: str) -> tuple[Callable[[], Any], float | None]:
+    """A call of the model in this mode, warmed up, and the peak memory of one call in GiB."""
+    forward: Callable[[Tensor], Any] = model
+    if mode.startswith("compiled"):
+        # One compilation for each batch size, as for a server with fixed batches; every row gets the same.
+        forward = torch.compile(model, fullgraph=True, dynamic=False)
+    device = images.device
+    if device.type != "cuda":
+        for _ in range(WARM_UP):
+            forward(images)
+        return lambda: forward(images), None
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # kernels are tuned and compiled here, which a graph cannot record
+        for _ in range(WARM_UP):
+            forward(images)
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run: Callable[[], Any]
+    if mode.endswith("graph"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = forward(images)
+
+        def run() -> Any:
+            graph.replay()
+            return kept
+
+    else:
+
+        def run() -> Any:
+            return forward(images)
+
+        run()
+    torch.cuda.synchronize(device)
+    return run, (torch.cuda.max_memory_allocated(device) - before) / 2**30
+
+
+def _compared(
+    rows: Sequence[Entrant],
+    measured: Mapping[str, tuple[list[float], float | None]],
+    batch_size: int,
+    mode: str,
+    dtype: str,
+) -> list[Speed]:
+    medians = {name: statistics.median(seconds) for name, (seconds, _) in measured.items()}
+    whole = rows[0]
+    speeds = []
+    for row in rows:
+        seconds, peak = measured[row.name]
+        saved = 1 - row.gmacs / whole.gmacs
+        median = medians[row.name]
+        speeds.append(
+            Speed(
+                name=row.name,
+                mode=mode,
+                batch_size=batch_size,
+                dtype=dtype,
+                gmacs=row.gmacs,
+                ms=1000 * median,
+                spread_ms=1000 * _spread(seconds),
+                images_per_second=batch_size / median,
+                peak_gib=peak,
+                of_uncompressed=medians[whole.name] / median,
+                of_oracle=None if row.oracle is None else medians[row.oracle] / median,
+                saved_share=(1 - median / medians[whole.name]) / saved if saved > 0 else None,
+            )
+        )
+    return speeds
+
+
+def _spread(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4)
+    return high - low
+
+
+def profile(
+    model: nn.Module,
+    schedule: Schedule | None = None,
+    batch_size: int = 64,
+    device: torch.device | str = "cpu",
+    dtype: str = "float32",
+    path: str = "auto",
+    calls: int = 3,
+) -> dict[str, float]:
+    """Milliseconds of one eager forward pass in each step of the walk, and what lies in none of them."""
+    where = torch.device(device)
+    lent = copy.deepcopy(model).to(where, DTYPES[dtype]).eval()
+    compressed = compress(lent, schedule)
+    layout = compressed.backbone.layout
+    images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=where, dtype=DTYPES[dtype])
+    watched = [torch.profiler.ProfilerActivity.CPU]
+    if where.type == "cuda":
+        watched.append(torch.profiler.ProfilerActivity.CUDA)
+    with kernels.using(path), torch.inference_mode():
+        for _ in range(WARM_UP):
+            compressed(images)
+        now(where)
+        with torch.profiler.profile(activities=watched) as profiler:
+            started = now(where)
+            for _ in range(calls):
+                compressed(images)
+            total = 1000 * (now(where) - started) / calls
+    times = dict.fromkeys(STEPS, 0.0)
+    for event in profiler.key_averages():
+        name = event.key.removeprefix(MARK)
+        if event.key.startswith(MARK) and event.device_type == torch.autograd.DeviceType.CPU:
+            spent = event.device_time_total if where.type == "cuda" else event.cpu_time_total
+            times[name] += spent / 1000 / calls
+    times["the rest"] = max(0.0, total - sum(times.values()))
+    return times

@@ -1,0 +1,158 @@
+"""Which path a block takes, and that the fast one gives a compressed model the logits of the plain one."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import diffrate
+from conftest import random_vit
+from diffrate import DiffRateError, Operator, Schedule, kernels
+from diffrate.kernels import ops
+from diffrate.tokens import Tokens, start
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not multiply bfloat16")
+HALF = [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)]
+CLASS = Operator(importance="class-attention")
+# Nothing, pruning and merging, nothing but with sizes, and merging down to the class token and two more.
+SCHEDULE = Schedule([17, 15, 12, 6], [17, 12, 12, 3])
+
+
+@pytest.fixture
+def model():
+    return random_vit(patch_size=8, depth=4).to(DEVICE)
+
+
+@pytest.fixture
+def images():
+    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    """On a CPU, dispatch as if on a GPU."""
+    monkeypatch.setattr(kernels, "INTERPRETED", DEVICE == "cpu")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the reductions that ran as kernels."""
+    counted = []
+    rank = ops.rank
+    monkeypatch.setattr(ops, "rank", lambda *arguments: counted.append(1) or rank(*arguments))
+    return counted
+
+
+def plain(fast, images):
+    with kernels.using("plain"), torch.no_grad():
+        return fast(images)
+
+
+SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({}, "auto"),
+        (SEARCHED, "auto"),
+        ({"operation": "prune"}, "auto"),
+        ({"mean": "size"}, "auto"),
+        ({"proportional": False}, "auto"),
+    ],
+    ids=str,
+)
+def test_both_paths_give_the_same_logits(model, images, calls, changes, path):
+    fast = diffrate.compress(model, SCHEDULE, **changes)
+    with kernels.using(path), torch.no_grad():
+        ours, tokens = fast(images), fast.forward_tokens(images)
+    assert len(calls) == 3  # two blocks for the tokens; for the logits alone the last one ranks nothing
+    torch.testing.assert_close(ours, plain(fast, images), rtol=1e-4, atol=1e-4)
+    assert tokens.count == 3
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision(model, images, dtype):
+    fast = diffrate.compress(model.to(dtype), SCHEDULE)
+    with torch.no_grad():
+        logits = fast(images.to(dtype))
+    # Weights of std 0.3 make logits of about 10; both paths round in their own order.
+    torch.testing.assert_close(logits, plain(fast, images.to(dtype)), rtol=0.1, atol=1.0)
+
+
+def test_inference_mode_and_mean_pooling(images, calls):
+    model = random_vit(patch_size=8, global_pool="avg", reg_tokens=2).to(DEVICE)
+    fast = diffrate.compress(model, Schedule([19, 15, 12, 12], [19, 12, 10, 10], prefix=3))
+    with torch.inference_mode():
+        ours = fast(images)
+    assert len(calls) == 2
+    torch.testing.assert_close(ours, plain(fast, images), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_kernels_do_not_do_runs_plainly(model, images, calls):
+    fast = diffrate.compress(model, SCHEDULE)
+    fast(images).sum().backward()  # gradients
+    with torch.no_grad():
+        fast(images, return_tokens=True)  # patch maps
+        diffrate.compress(model, SCHEDULE, operation="merge-prune")(images)
+        for importance in ("image-attention", "class-attention-value", "random"):
+            diffrate.compress(model, SCHEDULE, importance=importance)(images)
+        diffrate.compress(model)(images)
+        diffrate.compress(model.double(), SCHEDULE)(images.double())
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("tokens", "operator", "expected"),
+    [
+        (start(torch.zeros(1, 9, 32), 1, track=False), CLASS, True),
+        (start(torch.zeros(1, 9, 32), 1, track=True), CLASS, False),
+        (start(torch.zeros(1, 2000, 32), 1, track=False), CLASS, False),
+        (Tokens(torch.zeros(1, 9, 32, dtype=torch.float64), 1), CLASS, False),
+        (Tokens(torch.zeros(1, 9, 32, requires_grad=True), 1), CLASS, False),
+        (start(torch.zeros(1, 9, 32), 1, track=False), Operator(importance="random"), False),
+    ],
+)
+def test_the_choice(tokens, operator, expected, monkeypatch):
+    assert kernels.fast(tokens, operator) is expected or DEVICE == "cuda"
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    assert not kernels.fast(tokens, operator)  # the tensors are on a CPU
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    monkeypatch.setattr(kernels, "_available", False)  # Triton is missing
+    assert not kernels.fast(tokens, operator)
+
+
+def test_an_unknown_path_is_refused():
+    with pytest.raises(DiffRateError, match="auto, plain"), kernels.using("cuda"):
+        pass
+
+
+@pytest.mark.slow
+def test_compiles_whole_once_for_all_batch_sizes(images):
+    model = random_vit(patch_size=16, depth=3).to(DEVICE)
+    fast = diffrate.compress(model, Schedule([5, 4, 3], [5, 3, 3]))
+    images = torch.cat([images, images])
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fast, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for batch, compilations in ((2, 1), (3, 2), (5, 2), (2, 2)):  # the second one has a dynamic batch
+            ours = compiled(images[:batch])
+            torch.testing.assert_close(ours, fast(images[:batch]), rtol=1e-5, atol=1e-5)
+            assert counter.frame_count == compilations
+    targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert sum("diffrate.reduce" in target for target in targets) == 2  # one in each compilation
+
+
+@pytest.mark.slow
+def test_exports_with_the_kernels(images):
+    model = random_vit(patch_size=16, depth=3).to(DEVICE)
+    fast = diffrate.compress(model, Schedule([5, 4, 3], [5, 3, 3]))
+    with torch.no_grad():
+        batch = torch.export.Dim("batch", min=1, max=64)
+        exported = torch.export.export(fast, (images[:2],), dynamic_shapes=({0: batch},))
+        assert sum("diffrate.reduce" in str(node.target) for node in exported.graph.nodes) == 1
+        torch.testing.assert_close(exported.module()(images), fast(images), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,240 @@
+"""The Triton kernels against fp64 arithmetic on random and adversarial inputs; in Triton's interpreter on a CPU."""
+
+import math
+
+import pytest
+import torch
+
+from diffrate import kernels, ranking
+from diffrate.operator import Operator
+from diffrate.reduction import reduce_tokens
+from diffrate.tokens import Tokens
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from diffrate.kernels import ops
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not multiply bfloat16")
+HALF = [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)]
+PUBLISHED = Operator()
+SEARCHED = Operator(operation="merge", mean="attention", choice="cost")
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def heads_of(b, heads, n, d, dtype=torch.float32):
+    """q, k, v as a model's projection hands them out: views with gaps."""
+    return randn(b, n, 3, heads, d).to(dtype).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def slow_row(q, k, size, scale):
+    """The class token's attention in fp64, without softmax."""
+    logits = q[:, :, 0].double()[:, :, None] @ k.double().transpose(-2, -1) * scale
+    weight = (logits - logits.amax(-1, keepdim=True)).exp()
+    if size is not None:
+        weight = weight * size.double()[:, None, None]
+    return (weight / weight.sum(-1, keepdim=True))[:, :, 0]
+
+
+def probabilities(logits):
+    return (logits.double() * math.log(2)).softmax(-1)
+
+
+@pytest.mark.parametrize("sizes", ["none", "near", "far apart"])
+@pytest.mark.parametrize(
+    ("b", "heads", "n", "d"), [(1, 1, 1, 64), (2, 3, 37, 64), (1, 2, 70, 80), (2, 2, 17, 32), (1, 1, 130, 72)]
+)
+def test_class_row(b, heads, n, d, sizes):
+    q, k, _ = heads_of(b, heads, n, d)
+    size = {
+        "none": None,
+        "near": 1 + randn(b, n, seed=1).abs(),
+        "far apart": 10 ** (4 * torch.rand(b, n, generator=torch.Generator().manual_seed(2))).to(DEVICE),
+    }[sizes]
+    row = slow_row(q, k, size, d**-0.5)
+    logits = torch.ops.diffrate.class_logits(q, k, size, d**-0.5)
+    torch.testing.assert_close(probabilities(logits), row, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_class_row_in_half_precision(dtype):
+    q, k, _ = heads_of(1, 2, 50, 64, dtype)
+    size = 1 + randn(1, 50, seed=1).abs()
+    logits = torch.ops.diffrate.class_logits(q, k, size, 0.125)
+    torch.testing.assert_close(probabilities(logits), slow_row(q, k, size, 0.125), rtol=1e-4, atol=1e-6)
+
+
+def slow_order(importance, prefix):
+    scores = importance.tolist()
+    return [*range(prefix), *sorted(range(prefix, len(scores)), key=lambda j: -scores[j])]
+
+
+@pytest.mark.parametrize("prefix", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["random", "ties", "all equal"])
+def test_ranks_are_a_stable_sort(prefix, kind):
+    logits = {
+        "random": randn(3, 2, 41),
+        "ties": randn(3, 2, 41).round(),
+        "all equal": torch.zeros(3, 2, 41, device=DEVICE),
+    }[kind]
+    importance, order = ops.rank(logits, prefix)
+    torch.testing.assert_close(importance.double(), probabilities(logits).mean(1), rtol=1e-5, atol=1e-7)
+    for b in range(3):
+        assert order[b].tolist() == slow_order(importance[b], prefix)
+
+
+def test_ranks_of_an_overflowed_model_are_still_an_order():
+    logits = randn(1, 2, 20)
+    logits[0, 1, 3] = float("nan")
+    _, order = ops.rank(logits, 1)
+    assert sorted(order[0].tolist()) == list(range(20))
+
+
+def scores(b, n, heads=2, seed=3):
+    """Logits of the class token, and the importance that the twin takes in their place."""
+    logits = 2 * randn(b, heads, n, seed=seed)
+    return logits, probabilities(logits).mean(1).float()
+
+
+def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance=1e-5):
+    ours = kernels.reduce_tokens(Tokens(x, prefix, size), logits, prune, merge, operator)
+    double = Tokens(x.double(), prefix, size)
+    wanted = reduce_tokens(double, importance[:, prefix:], prune, merge, operator)
+    assert ours.x.dtype == x.dtype
+    torch.testing.assert_close(ours.x.double(), wanted.x, rtol=tolerance, atol=tolerance)
+    assert (ours.size is None) == (wanted.size is None)
+    if wanted.size is not None:
+        torch.testing.assert_close(ours.size, wanted.size, rtol=1e-5, atol=1e-5)
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("operator", "sized"),
+    [
+        (PUBLISHED, False),
+        (PUBLISHED, True),
+        (SEARCHED, True),
+        (Operator(operation="prune"), True),
+        (Operator(mean="size"), True),
+    ],
+    ids=["published", "published, sizes", "searched", "prune", "mean by size"],
+)
+@pytest.mark.parametrize(
+    ("n", "prefix", "prune", "merge", "c"),
+    [
+        (29, 1, 25, 20, 48),  # no multiple of anything
+        (29, 1, 29, 28, 32),  # one token merged
+        (29, 1, 20, 20, 32),  # pruning alone
+        (29, 1, 25, 1, 32),  # the class token alone is left
+        (9, 1, 4, 2, 32),  # one image token left
+        (40, 5, 30, 12, 32),  # registers, and most tokens merged
+        (90, 1, 85, 80, 80),  # several tiles of targets
+    ],
+)
+def test_reduction_is_the_twins(operator, n, prefix, prune, merge, c, sized):
+    logits, importance = scores(2, n)
+    size = 1 + 3 * randn(2, n, seed=5).abs() if sized else None
+    agree(randn(2, n, c, seed=4), size, logits, importance, prefix, prune, merge, operator)
+
+
+@pytest.mark.parametrize("c", [192, 384, 768, 1024, 1280])
+def test_reduction_at_the_widths_of_real_models(c):
+    logits, importance = scores(1, 24)
+    agree(randn(1, 24, c, seed=4), None, logits, importance, 1, 22, 18, PUBLISHED)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("operator", [PUBLISHED, SEARCHED])
+def test_reduction_in_half_precision(dtype, operator):
+    logits, importance = scores(2, 29)
+    x = randn(2, 29, 64, seed=4).to(dtype)
+    agree(
+        x, None, logits, importance, 1, 26, 20, operator, tolerance=2e-3 if dtype == torch.float16 else 2e-2
+    )
+
+
+def test_what_is_neither_pruned_nor_merged_keeps_every_bit():
+    logits, importance = scores(2, 29)
+    x = randn(2, 29, 32, seed=4)
+    reduced = agree(x, None, logits, importance, 1, 26, 20, PUBLISHED)
+    untouched = reduced.size == 1
+    assert untouched.any()
+    for b in range(2):
+        rows = torch.tensor(slow_order(importance[b], 1))[:20]
+        assert torch.equal(reduced.x[b][untouched[b]], x[b, rows.to(DEVICE)][untouched[b]])
+
+
+@pytest.mark.parametrize("operator", [PUBLISHED, SEARCHED])
+def test_ties_take_the_earlier_token_and_target(operator):
+    """Equal importances and equal tokens: the twin's choice is defined by position alone, and so is the kernels'."""
+    logits = torch.zeros(1, 2, 40, device=DEVICE)
+    importance = probabilities(logits).mean(1).float()
+    patterns = torch.eye(4, device=DEVICE)[torch.arange(40, device=DEVICE) % 4]
+    agree(torch.cat([patterns] * 8, dim=1)[None], None, logits, importance, 1, 36, 20, operator)
+
+
+def test_equal_tokens_and_opposite_ones():
+    logits, importance = scores(1, 20)
+    same = randn(1, 1, 32).expand(1, 20, 32).contiguous()
+    merged = agree(same, None, logits, importance, 1, 20, 5, Operator(operation="merge"))
+    assert merged.size.sum().item() == pytest.approx(20, rel=1e-5)
+    signs = torch.where(torch.arange(20, device=DEVICE) < 10, 1.0, -1.0)[None, :, None]
+    size = torch.full((1, 20), 7.0, device=DEVICE)
+    agree(same * signs, size, logits, importance, 1, 20, 2, Operator(operation="merge"))
+    opposite = torch.cat([same[:, :2], -same[:, :1]], dim=1)  # the joiner is the negative of its only target
+    first = torch.tensor([[[0.0, 3.0, 1.0]]], device=DEVICE)
+    merged = agree(
+        opposite,
+        size[:, :3],
+        first,
+        probabilities(first).mean(1).float(),
+        1,
+        3,
+        2,
+        Operator(operation="merge"),
+    )
+    assert merged.size[0, 1].item() == 1.0  # 7 - 7, held at 1 so that its logarithm stays finite
+
+
+def test_sizes_far_apart_and_importance_zero():
+    logits, importance = scores(1, 24)
+    logits[:, :, 10:] = -200.0  # beyond what fp32 holds: an importance of exactly zero
+    importance = probabilities(logits).mean(1).float()
+    size = 10 ** (5 * torch.rand(1, 24, generator=torch.Generator().manual_seed(2))).to(DEVICE)
+    for operator in (SEARCHED, Operator(mean="size"), Operator(mean="attention")):
+        reduced = agree(randn(1, 24, 32, seed=4), size, logits, importance, 1, 22, 12, operator)
+        assert reduced.x.isfinite().all()
+        assert reduced.size.log().isfinite().all()
+
+
+def test_no_images():
+    empty = kernels.reduce_tokens(Tokens(randn(0, 9, 32), 1), randn(0, 2, 9), 8, 6, PUBLISHED)
+    assert empty.x.shape == (0, 6, 32)
+    assert torch.ops.diffrate.class_logits(*heads_of(0, 2, 9, 32)[:2], None, 1.0).shape == (0, 2, 9)
+
+
+def test_the_order_of_importance_is_the_twins():
+    q, k, _ = heads_of(2, 3, 33, 64)
+    size = 1 + randn(2, 33, seed=1).abs()
+    importance, order = ops.rank(torch.ops.diffrate.class_logits(q, k, size, 0.125), 1)
+    twin = ranking.class_attention(q, k, 0.125, size.log(), 1)
+    torch.testing.assert_close(importance[:, 1:], twin, rtol=1e-4, atol=1e-6)
+    assert torch.equal(order[:, 1:].long() - 1, twin.argsort(dim=-1, descending=True, stable=True))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda: ("class_logits", (*heads_of(2, 2, 9, 32)[:2], 1 + randn(2, 9).abs(), 0.2)),
+        lambda: ("class_logits", (*heads_of(2, 2, 9, 32)[:2], None, 0.2)),
+        lambda: ("reduce", (randn(2, 9, 32), randn(2, 2, 9), None, 1, 8, 6, "plain", False)),
+        lambda: ("reduce", (randn(2, 9, 32), randn(2, 2, 9), None, 1, 9, 6, "attention", True)),
+    ],
+)
+def test_what_torch_is_told_of_the_operators_is_what_they_do(arguments):
+    name, values = arguments()
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(torch.ops.diffrate, name).default, values, test_utils=checks)
