@@ -1,4 +1,4 @@
-"""Baseline schedules: on the budget, in the shape of their method, and within what a model allows."""
+"""Schedules without a search: on the budget, in the shape of their method, and within what a model allows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from torch import nn
 import diffrate
 from diffrate import embedded
 from diffrate.backbones import backbone_of
-from diffrate.baselines import constant_merging, random_schedule, stepwise_pruning
 from diffrate.errors import DiffRateError
+from diffrate.methods.schedules import (
+    constant_number,
+    constant_rate,
+    published_schedule,
+    random_schedule,
+    stepwise,
+)
+from diffrate.operator import Operator
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "embedded": lambda: embedded.model(pretrained=False),
@@ -23,7 +30,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "registers": lambda: timm.create_model("vit_tiny_patch16_224", reg_tokens=4, depth=7),
     "50 tokens": lambda: timm.create_model("vit_tiny_patch16_224", patch_size=32),
 }
-METHODS = {"constant": constant_merging, "stepwise": stepwise_pruning, "random": random_schedule}
+METHODS = {
+    "constant rate": constant_rate,
+    "constant number": constant_number,
+    "stepwise": stepwise,
+    "random": random_schedule,
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -46,24 +58,57 @@ def test_meets_the_budget_from_below(model: nn.Module, method: str, share: float
     assert layout.compresses_last_block or schedule.prune[-1] == schedule.merge[-1]
 
 
-def test_constant_merging_takes_equally_many_in_every_block() -> None:
+def test_constant_number_takes_equally_many_in_every_block() -> None:
     model = embedded.model(pretrained=False)
-    schedule = constant_merging(model, 0.6 * diffrate.gmacs(model))
+    schedule = constant_number(model, 0.6 * diffrate.gmacs(model), Operator(operation="merge"))
     removed = [a - b for a, b in zip(schedule.merge, schedule.merge[1:], strict=False)]
     assert len(removed) == 11
     assert max(removed) - min(removed) <= 1
-    assert (schedule.operator.operation, schedule.operator.mean) == ("merge", "size")
+    assert schedule.operator.operation == "merge"
 
 
-def test_stepwise_pruning_keeps_one_share_at_blocks_4_7_and_10() -> None:
+def test_constant_rate_takes_one_share_in_every_block() -> None:
     model = embedded.model(pretrained=False)
-    schedule = stepwise_pruning(model, 0.6 * diffrate.gmacs(model))
-    kept = [n - 1 for n in schedule.merge]
+    kept = [n - 1 for n in constant_rate(model, 0.6 * diffrate.gmacs(model)).merge]
+    share = (kept[-1] / 196) ** (1 / 11)
+    assert 0.5 < share < 0.95
+    assert kept == pytest.approx([196 * share**i for i in range(12)], abs=1.5)
+
+
+def test_stepwise_keeps_one_share_at_blocks_4_7_and_10() -> None:
+    model = embedded.model(pretrained=False)
+    kept = [n - 1 for n in stepwise(model, 0.6 * diffrate.gmacs(model)).merge]
     assert len(set(kept[:3])) == len(set(kept[3:6])) == len(set(kept[6:9])) == len(set(kept[9:])) == 1
     share = kept[3] / 196
     assert kept[6] == pytest.approx(196 * share**2, abs=1.5)
     assert kept[9] == pytest.approx(196 * share**3, abs=1.5)
-    assert schedule.operator.operation == "prune"
+
+
+def test_a_published_schedule_near_the_budget_is_taken_as_it_is() -> None:
+    model = timm.create_model("deit_tiny_patch16_224")
+    paper = diffrate.Schedule.published("deit_tiny_patch16_224", 0.8)
+    found = published_schedule(model, 1.005 * diffrate.gmacs(model, paper))
+    assert (found.prune, found.merge) == (paper.prune, paper.merge)
+    assert found.cost["gmacs"] == diffrate.gmacs(model, paper)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_a_published_schedule_is_moved_onto_other_budgets(pool: str) -> None:
+    model = timm.create_model("vit_base_patch16_224", global_pool=pool)
+    budget = 0.58 * diffrate.gmacs(model)  # between 10.0 and 10.4, which are published
+    moved = published_schedule(model, budget)
+    assert 0.99 * budget < diffrate.gmacs(model, moved) <= budget
+    assert moved.made["family"] == ("ViT-B-DeiT" if pool == "token" else "ViT-B-MAE")
+    nearest = diffrate.Schedule.published(
+        "deit_base_patch16_224" if pool == "token" else "vit_base_patch16_224.mae", moved.made["paper_gmacs"]
+    ).effective
+    assert max(abs(a - b) for a, b in zip(moved.merge, nearest.merge, strict=True)) < 12
+    assert any(p > m for p, m in zip(moved.prune, moved.merge, strict=True))
+
+
+def test_no_published_schedule_for_other_shapes(tiny_vit: nn.Module) -> None:
+    with pytest.raises(DiffRateError, match="no schedule is published for 4 blocks"):
+        published_schedule(tiny_vit, 0.01)
 
 
 def test_random_schedules_differ_by_seed() -> None:
