@@ -21,18 +21,17 @@ from diffrate.methods.policy import Policy, PolicyModel
 from diffrate.methods.resolution import LowerResolution
 from diffrate.methods.schedules import constant_rate, published_schedule, random_schedule
 from diffrate.methods.tome import NormPreserving, SizeAware, ToMe
-from diffrate.operator import Operator
-
-MERGING = Operator(operation="merge", mean="attention", choice="cost")  # what the fast search runs under
+from diffrate.searching import fast, search
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a method is asked for: a model at a budget of GMACs; images to measure costs on, and a seed."""
+    """What a method is asked for: a model at a budget of GMACs, and what it may look at."""
 
     model: nn.Module
     budget: float
     images: Tensor | None = None
+    search_data: Any = None
     seed: int = 0
 
 
@@ -47,11 +46,17 @@ class Method:
 
 
 def build(
-    name: str, model: nn.Module, budget: float, images: Tensor | None = None, seed: int = 0
+    name: str,
+    model: nn.Module,
+    budget: float,
+    images: Tensor | None = None,
+    search_data: Any = None,
+    seed: int = 0,
 ) -> nn.Module:
     """The model under a method that costs `budget` GMACs or just less.
 
-    images  a batch without labels, on which methods that decide image by image measure what they cost.
+    images       a batch without labels, on which methods that decide image by image measure what they cost.
+    search_data  the data of `diffrate.search`, for the method of that name.
     """
     if name not in METHODS:
         raise DiffRateError(
@@ -59,7 +64,7 @@ def build(
         )
     if isinstance(model, CompressedModel):
         model = model.original
-    return METHODS[name].build(Request(model, budget, images, seed))
+    return METHODS[name].build(Request(model, budget, images, search_data, seed))
 
 
 def cost_of(model: nn.Module) -> float:
@@ -78,6 +83,15 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
     return {}
 
 
+def _searched(request: Request) -> nn.Module:
+    if request.search_data is None:
+        raise DiffRateError("the method search needs images to search on, apart from those it is judged by")
+    device = next(request.model.parameters()).device
+    found = search(request.model, request.search_data, request.budget, seed=request.seed)
+    request.model.to(device)
+    return compress(request.model, found.schedule)
+
+
 def _sampled(request: Request) -> nn.Module:
     if request.images is None:
         raise DiffRateError("ATS decides image by image: it needs images to find out what it costs")
@@ -89,6 +103,12 @@ def _under(policy: Callable[[nn.Module, float], Policy]) -> Callable[[Request], 
 
 
 _LISTED = (
+    Method(
+        "search",
+        "DiffRate, searched here on images of your own, by the fast recipe",
+        "Chen et al. 2023, DiffRate",
+        _searched,
+    ),
     Method(
         "published",
         "DiffRate's published schedule for a model of this shape, moved onto the budget; pruning, then merging",
@@ -135,7 +155,7 @@ _LISTED = (
         "constant-rate",
         "the same share of tokens in every block, under the fast search's operator: a schedule without a search",
         "",
-        lambda r: compress(r.model, constant_rate(r.model, r.budget, MERGING)),
+        lambda r: compress(r.model, constant_rate(r.model, r.budget, fast.OPERATOR)),
     ),
     Method(
         "random",

@@ -35,6 +35,7 @@ class AdaptiveSampling(Policy):
 
     name: ClassVar[str] = "ats"
     proportional: ClassVar[bool] = True  # padding has size 0, so that its logarithm hides it from every query
+    by_image: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, samples: int) -> None:
         if not layout.class_token:

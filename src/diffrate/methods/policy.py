@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from diffrate.backbones import Layout, backbone_of
+from diffrate.backbones import backbone_of
 from diffrate.backbones.base import Attention
 from diffrate.compressed import CompressedModel, finish_block, mix
 from diffrate.costs.macs import MacCost
@@ -25,11 +25,13 @@ class Policy(ABC):
 
     name          of the method, as `diffrate methods` lists it.
     proportional  whether log(size) is added to the attention logits.
+    by_image      whether how many tokens go depends on the image.
     kept          tokens that leave each block; for a method that decides image by image, the most.
     """
 
     name: ClassVar[str]
     proportional: ClassVar[bool] = False
+    by_image: ClassVar[bool] = False
     kept: tuple[int, ...]
 
     @abstractmethod
@@ -67,7 +69,11 @@ class PolicyModel(CompressedModel):
 
     def image_gmacs(self, images: Tensor) -> Tensor:
         """(B,) GMACs of each image alone."""
-        return MacCost.of_backbone(self.backbone).gmacs(self.image_counts(images).double().cpu())
+        return self.gmacs_of_counts(self.image_counts(images))
+
+    def gmacs_of_counts(self, counts: Tensor) -> Tensor:
+        """(B,) GMACs for so many tokens after each block (B, L)."""
+        return MacCost.of_backbone(self.backbone).gmacs(counts.double().cpu())
 
     def _run_block(self, i: int, tokens: Tokens, schedule: Schedule) -> Tokens:
         backbone, policy = self.backbone, self.policy
@@ -85,8 +91,3 @@ class PolicyModel(CompressedModel):
 
     def extra_repr(self) -> str:
         return f"{self.policy.name}: {self.policy.settings()}"
-
-
-def least_kept(layout: Layout) -> int:
-    """The prefix and one image token: what every method leaves."""
-    return layout.prefix + 1
