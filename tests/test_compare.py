@@ -160,8 +160,14 @@ def test_command(diffrate_cli: Callable[..., Ran], eval_flags: list[object], tmp
         assert picture.width > 1000
 
 
-@pytest.mark.slow
-def test_command_searches(diffrate_cli: Callable[..., Ran], eval_flags: list[object], tmp_path: Path) -> None:
+def test_command_searches(
+    diffrate_cli: Callable[..., Ran],
+    eval_flags: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = functools.partial(diffrate.search, steps=2, batch_size=4, checks=1, held_out=0.2)
+    monkeypatch.setattr("diffrate.methods.search", quick)
     for i in range(20):
         write_image(tmp_path / "search" / f"{i:02d}.png", seed=i)
     flags = ["compare", *eval_flags[1:], "--methods", "search,evit", "--budget", "70%"]

@@ -18,6 +18,7 @@ from diffrate.methods.schedules import (
     constant_rate,
     published_schedule,
     random_schedule,
+    random_schedules,
     stepwise,
 )
 from diffrate.operator import Operator
@@ -109,6 +110,21 @@ def test_a_published_schedule_is_moved_onto_other_budgets(pool: str) -> None:
 def test_no_published_schedule_for_other_shapes(tiny_vit: nn.Module) -> None:
     with pytest.raises(DiffRateError, match="no schedule is published for 4 blocks"):
         published_schedule(tiny_vit, 0.01)
+
+
+def test_many_random_schedules_are_those_of_their_seeds() -> None:
+    model = embedded.model(pretrained=False)
+    budget = 0.5 * diffrate.gmacs(model)
+    many = random_schedules(model, budget, range(40))
+    assert many[7] == random_schedule(model, budget, 7)
+    assert len({schedule.merge for schedule in many}) == 40
+    for schedule in many:
+        assert 0.99 * budget < diffrate.gmacs(model, schedule) <= budget
+        assert schedule.cost["gmacs"] == pytest.approx(diffrate.gmacs(model, schedule))
+    for schedule, other in zip(random_schedules(model, budget, range(5), last_is_free=True), many, strict=False):
+        assert schedule.merge[-1] == 2
+        assert sum(schedule.merge[:-1]) > sum(other.merge[:-1])
+        assert 0.99 * budget < diffrate.gmacs(model, schedule) <= budget
 
 
 def test_random_schedules_differ_by_seed() -> None:

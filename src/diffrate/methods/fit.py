@@ -15,11 +15,15 @@ def smallest_within(
     """The smallest t in [0, 1] that costs at most `budget`, for a cost that falls with t."""
     least, most = gmacs(1.0), gmacs(0.0)
     if not least <= budget <= most:
-        raise DiffRateError(
-            f"{method} cannot meet a budget of {budget:.4g} GMACs: it reaches from {least:.4g} to {most:.4g}"
-        )
+        raise out_of_reach(method, budget, least, most)
     above, under = 0.0, 0.0 if budget == most else 1.0
     for _ in range(halvings):
         middle = (above + under) / 2
         above, under = (middle, under) if gmacs(middle) > budget else (above, middle)
     return under
+
+
+def out_of_reach(method: str, budget: float, least: float, most: float) -> DiffRateError:
+    return DiffRateError(
+        f"{method} cannot meet a budget of {budget:.4g} GMACs: it reaches from {least:.4g} to {most:.4g}"
+    )

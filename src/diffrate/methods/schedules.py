@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from diffrate import published
 from diffrate.backbones import Layout, backbone_of
 from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
-from diffrate.methods.fit import smallest_within
+from diffrate.methods.fit import HALVINGS, out_of_reach, smallest_within
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 
@@ -59,17 +60,59 @@ def random_schedule(
     model: nn.Module, budget: float, seed: int = 0, operator: Operator = Operator()
 ) -> Schedule:
     """Counts that fall at random from block to block, split at random between pruning and merging."""
-    layout = backbone_of(model).layout
-    draw = random.Random(seed)
+    return random_schedules(model, budget, [seed], operator)[0]
+
+
+def random_schedules(
+    model: nn.Module,
+    budget: float,
+    seeds: Sequence[int],
+    operator: Operator = Operator(),
+    last_is_free: bool = False,
+) -> list[Schedule]:
+    """A random schedule for each seed, thousands at once.
+
+    The share of image tokens that a block keeps is drawn evenly from 0 to 1 and sorted over the blocks; all shares are
+    then raised to the power that meets the budget.
+
+    last_is_free  give up the image tokens of the last block where only the class token matters there, as searches do:
+                  the other blocks then have more to spend.
+    """
+    backbone = backbone_of(model)
+    layout, cost = backbone.layout, MacCost.of_backbone(backbone)
     last = _last_block(layout)
-    falling = [1.0, *sorted((draw.random() for _ in range(last)), reverse=True)]
-    falling += falling[-1:] * (layout.depth - len(falling))
-    splits = [draw.random() for _ in range(layout.depth)]
+    shares, splits = torch.ones(len(seeds), layout.depth, dtype=torch.float64), []
+    for row, seed in enumerate(seeds):
+        draw = random.Random(seed)
+        falling = sorted((draw.random() for _ in range(last)), reverse=True)
+        shares[row, 1:] = torch.tensor(
+            falling + falling[-1:] * (layout.depth - 1 - last), dtype=torch.float64
+        )
+        splits.append([draw.random() for _ in range(layout.depth)])
+    if last_is_free and layout.compresses_last_block:
+        shares[:, -1] = 0.0
 
-    def kept(t: float) -> list[float]:
-        return _powers(falling, t)
+    def counts(t: Tensor) -> Tensor:
+        power = (t / (1 - t)).unsqueeze(1)
+        kept = torch.where(shares < 1, shares**power, 1.0)
+        wanted = layout.prefix + ((layout.tokens - layout.prefix) * kept).round()
+        return wanted.clamp(layout.prefix + 1, layout.tokens)
 
-    return _schedule(model, budget, kept, "random", operator, splits, seed=seed)
+    above, under = torch.zeros(len(seeds), dtype=torch.float64), torch.ones(len(seeds), dtype=torch.float64)
+    least, most = cost.gmacs(counts(under)), cost.gmacs(counts(above))
+    if bool(((budget < least) | (budget > most)).any()):
+        raise out_of_reach("a random schedule", budget, float(least.max()), float(most.min()))
+    under = torch.where(most <= budget, above, under)
+    for _ in range(HALVINGS):
+        middle = (above + under) / 2
+        dear = cost.gmacs(counts(middle)) > budget
+        above, under = torch.where(dear, middle, above), torch.where(dear, under, middle)
+    found, spent = counts(under).long().tolist(), cost.gmacs(counts(under)).tolist()
+    made = {"by": "random", "budget_gmacs": budget}
+    return [
+        _made(layout, kept, operator, split, gmacs, {**made, "seed": seed})
+        for kept, split, gmacs, seed in zip(found, splits, spent, seeds, strict=True)
+    ]
 
 
 def published_schedule(model: nn.Module, budget: float) -> Schedule:
@@ -126,7 +169,6 @@ def _schedule(
     method: str,
     operator: Operator,
     splits: Sequence[float] | None = None,
-    **made: Any,
 ) -> Schedule:
     """The schedule of the smallest t in [0, 1] whose kept(t), shares of the image tokens, cost at most the budget.
 
@@ -145,17 +187,21 @@ def _schedule(
         return float(cost.gmacs([float(n) for n in counts(t)]))
 
     t = smallest_within(gmacs, budget, method)
-    merge = counts(t)
-    prune = merge
+    return _made(layout, counts(t), operator, splits, gmacs(t), {"by": method, "budget_gmacs": budget})
+
+
+def _made(
+    layout: Layout,
+    merge: Sequence[int],
+    operator: Operator,
+    splits: Sequence[float] | None,
+    gmacs: float,
+    made: dict[str, Any],
+) -> Schedule:
+    prune = list(merge)
     if splits is not None:
         before = [merge[0], *merge[:-1]]
         prune = [n + round(s * (b - n)) for n, b, s in zip(merge, before, splits, strict=True)]
     return Schedule(
-        tuple(prune),
-        tuple(merge),
-        layout.prefix,
-        operator,
-        img_size=layout.img_size,
-        cost={"gmacs": gmacs(t)},
-        made={"by": method, "budget_gmacs": budget, **made},
+        tuple(prune), tuple(merge), layout.prefix, operator, None, layout.img_size, {"gmacs": gmacs}, made
     )
