@@ -138,7 +138,7 @@ def _evaluated(
     progress: bool,
 ) -> Compared:
     models = {"": model, **{f"{name} {budget}": each for (name, budget), each in built.items()}}
-    meters = {name: _Meter(each) for name, each in models.items() if _decides_by_image(each)}
+    meters = {name: ImageCosts(each) for name, each in models.items() if _decides_by_image(each)}
 
     def after(name: str, images: Tensor) -> None:
         if name in meters:
@@ -194,7 +194,7 @@ def _decides_by_image(model: nn.Module) -> bool:
     return isinstance(model, PolicyModel) and model.policy.by_image
 
 
-class _Meter:
+class ImageCosts:
     """What the images cost under a method that decides image by image: alone, and padded to their batch's longest."""
 
     def __init__(self, model: nn.Module) -> None:

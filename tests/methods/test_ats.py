@@ -81,6 +81,19 @@ def test_budget_is_the_mean_cost_of_the_images(model: nn.Module) -> None:
         assert spent <= budget < PolicyModel(model, more).image_gmacs(images).mean().item()
 
 
+def test_a_budget_above_its_reach_samples_later(model: nn.Module) -> None:
+    images = torch.randn(8, 3, 32, 32)
+    layout = backbone_of(model).layout
+    with torch.no_grad():
+        reach = PolicyModel(model, AdaptiveSampling(layout, 64)).image_gmacs(images).mean().item()
+    policy = AdaptiveSampling.at(model, 1.05 * reach, images)
+    assert policy.first > 1
+    assert policy.kept[policy.first - 1] == 65
+    with torch.no_grad():
+        spent = PolicyModel(model, policy).image_gmacs(images).mean().item()
+    assert 0.95 * reach < spent <= 1.05 * reach
+
+
 def test_patches_of_what_was_not_picked_are_marked(model: nn.Module) -> None:
     images = torch.randn(3, 3, 32, 32)
     fast = PolicyModel(model, AdaptiveSampling(backbone_of(model).layout, 30))

@@ -121,7 +121,9 @@ def test_many_random_schedules_are_those_of_their_seeds() -> None:
     for schedule in many:
         assert 0.99 * budget < diffrate.gmacs(model, schedule) <= budget
         assert schedule.cost["gmacs"] == pytest.approx(diffrate.gmacs(model, schedule))
-    for schedule, other in zip(random_schedules(model, budget, range(5), last_is_free=True), many, strict=False):
+    for schedule, other in zip(
+        random_schedules(model, budget, range(5), last_is_free=True), many, strict=False
+    ):
         assert schedule.merge[-1] == 2
         assert sum(schedule.merge[:-1]) > sum(other.merge[:-1])
         assert 0.99 * budget < diffrate.gmacs(model, schedule) <= budget

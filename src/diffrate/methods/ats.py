@@ -37,31 +37,38 @@ class AdaptiveSampling(Policy):
     proportional: ClassVar[bool] = True  # padding has size 0, so that its logarithm hides it from every query
     by_image: ClassVar[bool] = True
 
-    def __init__(self, layout: Layout, samples: int) -> None:
+    def __init__(self, layout: Layout, samples: int, first: int | None = None) -> None:
         if not layout.class_token:
             raise DiffRateError("ATS samples by class attention, and this model has no class token")
         if samples < 1:
             raise DiffRateError(f"ATS needs at least one sample, not {samples}")
         self.samples = samples
-        self.first = max(1, round(layout.depth * FIRST))
+        self.first = first_block(layout) if first is None else first
         most = min(layout.tokens, layout.prefix + samples)
         self.kept = tuple(layout.tokens if i < self.first else most for i in range(layout.depth))
 
     @classmethod
     def at(cls, model: nn.Module, budget: float, images: Tensor) -> AdaptiveSampling:
-        """The most samples whose mean cost over `images` is at most `budget` GMACs; costs need no labels."""
+        """The most samples whose mean cost over `images` is at most `budget` GMACs; costs need no labels.
+
+        A budget that is above what sampling costs with as many samples as tokens starts sampling in a later block.
+        """
         layout = backbone_of(model).layout
         most = layout.tokens - layout.prefix
 
-        def policy(t: float) -> AdaptiveSampling:
-            return cls(layout, max(1, round((1 - t) * most)))
+        def policy(t: float, first: int) -> AdaptiveSampling:
+            return cls(layout, max(1, round((1 - t) * most)), first)
 
-        def gmacs(t: float) -> float:
-            sampled = PolicyModel(model, policy(t))
+        def gmacs(t: float, first: int) -> float:
+            sampled = PolicyModel(model, policy(t, first))
             with evaluating(model), torch.inference_mode():
                 return float(torch.cat([sampled.image_gmacs(part) for part in images.split(BATCH)]).mean())
 
-        return policy(smallest_within(gmacs, budget, "ATS", halvings=most.bit_length() + 1))
+        first, last = first_block(layout), layout.depth - 1
+        while first < last and gmacs(0.0, first) < budget:
+            first += 1
+        t = smallest_within(lambda t: gmacs(t, first), budget, "ATS", halvings=most.bit_length() + 1)
+        return policy(t, first)
 
     def removes(self, i: int) -> bool:
         return i >= self.first
@@ -72,6 +79,10 @@ class AdaptiveSampling(Policy):
 
     def settings(self) -> dict[str, Any]:
         return {"samples": self.samples, "first_block": self.first}
+
+
+def first_block(layout: Layout) -> int:
+    return max(1, round(layout.depth * FIRST))
 
 
 def significance(attention: Attention, key_bias: Tensor | None, prefix: int) -> Tensor:

@@ -115,17 +115,19 @@ def random_schedules(
     ]
 
 
-def published_schedule(model: nn.Module, budget: float) -> Schedule:
+def published_schedule(model: nn.Module, budget: float, family: str | None = None) -> Schedule:
     """The paper's schedule for a model of this shape that costs nearest to the budget, moved onto it.
 
     The shares that it keeps are raised to a common power. One within 1 % of the budget is taken as it is.
+
+    family  one of the paper's models, such as "ViT-B-DeiT", to borrow from another one of this depth.
     """
     backbone = backbone_of(model)
     layout = backbone.layout
     cost = MacCost.of_backbone(backbone)
     fitting = [
         Schedule(tuple(row["prune"]), tuple(row["merge"]), layout.prefix, img_size=layout.img_size, made=row)
-        for row in published.for_shape(layout.depth, layout.tokens, layout.dim, layout.mean_pooled)
+        for row in _rows(layout, family)
     ]
     if not fitting or layout.prefix != 1:
         raise DiffRateError(
@@ -149,6 +151,13 @@ def published_schedule(model: nn.Module, budget: float) -> Schedule:
         model, budget, lambda t: _powers(shares, t), "the published schedule", Operator(), between
     )
     return replace(moved, made={**made, "budget_gmacs": budget})
+
+
+def _rows(layout: Layout, family: str | None) -> list[dict[str, Any]]:
+    if family is None:
+        return published.for_shape(layout.depth, layout.tokens, layout.dim, layout.mean_pooled)
+    rows = [row for row in published.table() if row["family"] == family]
+    return [row for row in rows if (len(row["merge"]), row["merge"][0]) == (layout.depth, layout.tokens)]
 
 
 def _powers(shares: Sequence[float], t: float) -> list[float]:
