@@ -136,3 +136,16 @@ def test_overhead(load) -> None:
         assert overhead.formulas()[key] == pytest.approx(value, rel=0.02)
     counted = overhead.counted("deit_tiny_patch16_224", 0.8)
     assert 0 < counted["overhead_percent"] < 1
+
+
+def test_the_page_is_what_the_results_say(load, small, tmp_path: Path) -> None:
+    page = load("page")
+    assert page.PAGE.read_text() == page.page(), "run python reproduce/page.py"
+    load("sorting_metric").run(small)
+    load("setting").Table(small, "race", "A race", "a figure").add("the race", better=3, rank_percent=0.3)
+    (tmp_path / "rows.json").rename(tmp_path / "reproduce_small.json")
+    text = page.page(tmp_path)
+    (row,) = [row for row in small.tables["sorting_metric"]["rows"] if row["name"] == "image-attention"]
+    assert f"| image-attention | {row['gmacs']:.3f} | {row['top1']:.2f} | {row['points']:+.2f} [" in text
+    assert "The paper: random 79.72, " in text
+    assert "- the race: better 3, rank_percent 0.3" in text
