@@ -72,7 +72,9 @@ class ToMe(Policy):
         return self.r[i] > 0
 
     def reduce(self, i: int, attention: Attention, key_bias: Tensor | None, attended: Tokens) -> Tokens:
-        return merge_pairs(attended, attention.k.mean(dim=1), self.r[i], self.split_by_size, self.keeps_norm)
+        return merge_pairs(
+            attended, attention.k.float().mean(dim=1), self.r[i], self.split_by_size, self.keeps_norm
+        )
 
     def settings(self) -> dict[str, Any]:
         return {"r": list(self.r)}
