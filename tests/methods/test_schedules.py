@@ -121,11 +121,12 @@ def test_many_random_schedules_are_those_of_their_seeds() -> None:
     for schedule in many:
         assert 0.99 * budget < diffrate.gmacs(model, schedule) <= budget
         assert schedule.cost["gmacs"] == pytest.approx(diffrate.gmacs(model, schedule))
-    for schedule, other in zip(
-        random_schedules(model, budget, range(5), last_is_free=True), many, strict=False
-    ):
+    freed = random_schedules(model, budget, range(40), last_is_free=True)
+    more = [sum(s.merge[:-1]) - sum(other.merge[:-1]) for s, other in zip(freed, many, strict=True)]
+    assert min(more) > -5  # tokens, of about 1,200: whole counts do not meet a budget exactly
+    assert max(more) > 20
+    for schedule in freed:
         assert schedule.merge[-1] == 2
-        assert sum(schedule.merge[:-1]) > sum(other.merge[:-1])
         assert 0.99 * budget < diffrate.gmacs(model, schedule) <= budget
 
 
