@@ -60,7 +60,8 @@ def main() -> None:
         try:
             run(setting)
         except OutOfTimeError:
-            sys.exit(f"out of time in {name}: the rows so far are saved")
+            print(f"out of time in {name}: the rows so far are saved", flush=True)
+            return
         except DiffRateError as error:
             print(f"{name} does not fit this model: {error}", flush=True)
 
