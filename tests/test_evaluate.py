@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from diffrate.errors import DiffRateError
-from diffrate.evaluate import evaluate
+from diffrate.evaluate import evaluate, evaluate_in_turn
 
 
 class Table(nn.Module):
@@ -116,6 +116,32 @@ def test_both_models_see_the_same_batches_of_one_pass(made: tuple[Tensor, Tensor
     assert evaluate(first, Once(), compare=second).images == 50
     assert first.batches == second.batches
     assert [len(batch) for batch in first.batches] == [20, 20, 10]
+
+
+def test_taking_turns_gives_what_an_evaluation_gives(made: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, other, labels = made
+    models = {"one": Table(logits), "two": Table(other)}
+    seen: list[tuple[str, int]] = []
+    in_turn = evaluate_in_turn(
+        models,
+        loader_of(labels, 20),
+        after=lambda name, images: seen.append((name, len(images))),
+        warm_up=False,
+    )
+    for name, table in (("one", logits), ("two", other)):
+        alone = evaluate(Table(table), loader_of(labels, 20))
+        assert torch.equal(in_turn[name].predicted, alone.predicted)
+        assert torch.equal(in_turn[name].nll, alone.nll)
+        assert (in_turn[name].top1, in_turn[name].top5) == (alone.top1, alone.top5)
+        assert [len(batch) for batch in models[name].batches] == [20, 20, 10]
+    assert seen == [("one", 20), ("two", 20), ("two", 20), ("one", 20), ("one", 10), ("two", 10)]
+
+
+def test_speed_in_turn_is_that_of_the_batch_in_the_middle() -> None:
+    logits, labels = torch.eye(6), torch.arange(6)
+    models = {"slow": Table(logits, seconds=(0.9, 0.05, 0.3, 0.05)), "other": Table(logits)}
+    result = evaluate_in_turn(models, loader_of(labels, 2))["slow"]  # the first 0.9 s warm it up
+    assert 2 / 0.2 < result.images_per_second < 2 / 0.05
 
 
 def test_fewer_than_five_classes(made: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -34,7 +34,7 @@ def test_the_oracle_slice_cuts_after_attention(model):
 
 def test_entrants(model):
     names = [row.name for row in speed.entrants(model, {"a": SCHEDULE}, baselines=True)]
-    assert names == ["uncompressed", "oracle slice", "a", "ToMe-like", "EViT-like"]
+    assert names == ["uncompressed", "oracle slice", "a", "ToMe", "EViT"]
     rows = speed.entrants(model, {"a": SCHEDULE, "b": Schedule.identity(4, 17)})
     assert [(row.name, row.oracle) for row in rows] == [
         ("uncompressed", None),
@@ -126,11 +126,11 @@ def test_bench_command(diffrate_cli, bench_flags, tmp_path):
     assert ran.code == 0, ran.err
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [(row["batch_size"], row["name"]) for row in results["rows"]] == [
-        (batch, row) for batch in (1, 2) for row in ("uncompressed", "oracle slice", name, "ToMe-like", "EViT-like")
+        (batch, row) for batch in (1, 2) for row in ("uncompressed", "oracle slice", name, "ToMe", "EViT")
     ]  # fmt: skip
     assert [row["accuracy"] for row in results["rows"]] == [80.5, None, 79, None, None] * 2
     assert [p["name"] for p in results["profiles"]] == ["uncompressed", name] * 2
-    for word in ("oracle slice", "x oracle", "of MACs saved", "EViT-like", "ranking"):
+    for word in ("oracle slice", "x oracle", "of MACs saved", "EViT", "ranking"):
         assert word in ran.out
     assert (tmp_path / "out.png").stat().st_size > 1000
 

@@ -167,6 +167,11 @@ class CompressedModel(nn.Module):
 
     # --- what a compressed model adds -----------------------------------------------------------------------------
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Tokens that each block hands to its MLP, at the model's own input size."""
+        return self.schedule.effective.merge
+
     def forward_tokens(self, images: Tensor, patches: bool = False) -> Tokens:
         """The tokens after the last norm, with their sizes and, on request, the map from patch to token."""
         tokens, _ = self._walk(images, track=patches)
@@ -188,10 +193,14 @@ class CompressedModel(nn.Module):
             last = i == schedule.depth - 1 and schedule.merge[i] < tokens.count
             if for_head and last and self.backbone.layout.compresses_last_block:
                 return run_block_for_prefix(self.backbone, i, tokens, self.operator), collected
-            tokens = run_block(self.backbone, i, tokens, schedule.prune[i], schedule.merge[i], self.operator)
+            tokens = self._run_block(i, tokens, schedule)
             if i in collect:
                 collected.append(tokens)
         return tokens, collected
+
+    def _run_block(self, i: int, tokens: Tokens, schedule: Schedule) -> Tokens:
+        """One block under the effective schedule; methods that remove tokens by other rules put theirs here."""
+        return run_block(self.backbone, i, tokens, schedule.prune[i], schedule.merge[i], self.operator)
 
     def _schedule_for(self, tokens: int) -> Schedule:
         """The effective schedule for this input, in proportion where a dynamic model gets another image size."""

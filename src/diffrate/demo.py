@@ -1,4 +1,4 @@
-"""The demonstration: search a schedule for the embedded model, and hold it against simple ones at the same MACs.
+"""The demonstration: search a schedule for the embedded model, and hold it against ToMe and EViT at the same MACs.
 
 Everything is real: the search runs on the images that ship for it, every number comes from test images that neither
 the training nor the search has seen, and all models run on the same batches in turn. On a machine that is busy with
@@ -7,28 +7,24 @@ other things the speeds still mean little.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from diffrate import embedded
 from diffrate.backbones import backbone_of
-from diffrate.baselines import constant_merging, stepwise_pruning
 from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
-from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate
+from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate_in_turn
+from diffrate.methods import build, settings_of
 from diffrate.pictures import stacked, token_picture
 from diffrate.results import check_target, write_results
-from diffrate.schedule import Schedule
 from diffrate.searching import search
 
 BUDGET = "50%"
@@ -44,7 +40,7 @@ class Contender:
     """One model of the comparison, and what it did."""
 
     name: str
-    schedule: Schedule | None
+    settings: dict[str, Any]  # its schedule, or a method's own parameters; empty for the uncompressed model
     gmacs: float
     evaluation: Evaluation
     comparison: Comparison  # with the uncompressed model, on the same images
@@ -58,7 +54,7 @@ class Contender:
             **{name: getattr(self.evaluation, name) for name in numbers},
             "speedup": self.speedup,
             "comparison": asdict(self.comparison),
-            "schedule": None if self.schedule is None else self.schedule.to_dict(),
+            **self.settings,
         }
 
 
@@ -92,26 +88,25 @@ def demo(
     say(f"  kept tokens, block by block: {' '.join(map(str, found.schedule.merge))}  ({found.seconds:.0f} s)")
 
     budget = found.schedule.made["budget_gmacs"]
-    schedules = {
-        "uncompressed": None,
-        "diffrate search": found.schedule,
-        "ToMe-like merging": constant_merging(whole, budget),
-        "EViT-like pruning": stepwise_pruning(whole, budget),
+    models = {
+        "uncompressed": whole,
+        "diffrate search": compress(whole, found.schedule),
+        "ToMe": build("tome", whole, budget),
+        "EViT": build("evit", whole, budget),
     }
-    models = {name: whole if s is None else compress(whole, s) for name, s in schedules.items()}
     say(f"Comparing {len(models)} models on {images:,} test images …")
-    evaluations = evaluate_in_turn(models, *_first(images))
+    evaluations = evaluate_in_turn(models, _batches(images), next(whole.parameters()).device)
     reference = evaluations["uncompressed"]
     contenders = [
         Contender(
             name,
-            schedule,
-            gmacs(whole, schedule),
+            settings_of(model),
+            gmacs(model),
             evaluations[name],
             compare_evaluations(evaluations[name], reference),
             evaluations[name].images_per_second / reference.images_per_second,
         )
-        for name, schedule in schedules.items()
+        for name, model in models.items()
     ]
     found.schedule.save(output / "schedule.json")
     _picture(models["diffrate search"]).save(output / "tokens.png")
@@ -126,44 +121,9 @@ def demo(
     return contenders
 
 
-def evaluate_in_turn(
-    models: Mapping[str, nn.Module], images: Tensor, labels: Tensor
-) -> dict[str, Evaluation]:
-    """Every model on every batch, one after the other, in an order that rotates; speeds are medians over batches."""
-    names = list(models)
-    device = next(models[names[0]].parameters()).device
-    batches = list(zip(images.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True))
-    for name in names:
-        evaluate(models[name], batches[:1], device, progress=False)  # the first pass of a model warms it up
-    parts: dict[str, list[Evaluation]] = {name: [] for name in names}
-    console = Console(stderr=True)
-    numbered = track(
-        enumerate(batches),
-        "Comparing",
-        len(batches),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    for i, batch in numbered:
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            parts[name].append(evaluate(models[name], [batch], device, progress=False))
-    return {name: _joined(of_model) for name, of_model in parts.items()}
-
-
-def _joined(parts: Sequence[Evaluation]) -> Evaluation:
-    """The evaluations of several batches as one, with the median of their speeds."""
-    correct, nll = (torch.cat([getattr(part, name) for part in parts]) for name in ("correct", "nll"))
-    return Evaluation(
-        top1=100 * correct.double().mean().item(),
-        top5=sum(part.top5 * part.images for part in parts) / len(nll),
-        loss=nll.double().mean().item(),
-        images=len(nll),
-        images_per_second=statistics.median(part.images_per_second for part in parts),
-        predicted=torch.cat([part.predicted for part in parts]),
-        correct=correct,
-        nll=nll,
-    )
+def _batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    images, labels = _first(count)
+    return list(zip(images.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True))
 
 
 def _first(count: int) -> tuple[Tensor, Tensor]:

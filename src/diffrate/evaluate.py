@@ -7,7 +7,8 @@ same images is far less noisy, and the difference of their losses less again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from diffrate.devices import autocast, now
 from diffrate.errors import DiffRateError
 from diffrate.modes import evaluating
+from diffrate.paired import bootstrap_intervals, mcnemar
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class Comparison:
     lost: int  # images that only the reference gets right
     changed: int  # images with another prediction, right or wrong
     images: int
+    top1_interval: tuple[float, float]  # 95 % of the differences when images are drawn anew, in points
+    loss_interval: tuple[float, float]
+    mcnemar_p: float  # that gains and losses differ this much by chance
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,47 @@ def evaluate(
     )
 
 
+def evaluate_in_turn(
+    models: Mapping[str, nn.Module],
+    loader: Iterable[Any],
+    device: str | torch.device = "cpu",
+    amp: bool = False,
+    amp_dtype: str = "float16",
+    after: Callable[[str, Tensor], None] | None = None,
+    warm_up: bool = True,
+    progress: bool = True,
+) -> dict[str, Evaluation]:
+    """Every model on every batch, one after the other, in an order that rotates; speeds are medians over batches.
+
+    after    called with a model's name and the images, untimed, once it has seen them.
+    warm_up  run each model once on the first batch before any is timed.
+    """
+    device = torch.device(device)
+    names = list(models)
+    runs = {name: _Run() for name in names}
+    for model in models.values():
+        model.to(device)
+    with evaluating(*models.values()), torch.inference_mode():
+        for i, (images, labels) in enumerate(_tracked(loader, progress)):
+            images, labels = images.to(device), labels.to(device)
+            if warm_up and i == 0:
+                for model in models.values():
+                    with autocast(device, amp, amp_dtype):
+                        model(images)
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                start = now(device)
+                with autocast(device, amp, amp_dtype):
+                    logits = models[name](images)
+                runs[name].add(logits, labels, now(device) - start)
+                if after is not None:
+                    with autocast(device, amp, amp_dtype):
+                        after(name, images)
+    return {
+        name: Evaluation(**{**run.summary(), "images_per_second": run.median_speed()})
+        for name, run in runs.items()
+    }
+
+
 def compare_evaluations(model: Evaluation, reference: Evaluation) -> Comparison:
     """The paired comparison of two evaluations over the same images in the same order."""
     if model.images != reference.images:
@@ -92,15 +138,20 @@ def compare_evaluations(model: Evaluation, reference: Evaluation) -> Comparison:
         raise DiffRateError("a paired comparison needs at least 2 images")
     right = model.correct.double() - reference.correct.double()
     nll = model.nll.double() - reference.nll.double()
+    top1_interval, loss_interval = bootstrap_intervals(torch.stack([100 * right, nll]))
+    gained, lost = int((right > 0).sum()), int((right < 0).sum())
     return Comparison(
         top1_difference=100 * right.mean().item(),
         top1_standard_error=100 * _standard_error(right),
         loss_difference=nll.mean().item(),
         loss_standard_error=_standard_error(nll),
-        gained=int((right > 0).sum()),
-        lost=int((right < 0).sum()),
+        gained=gained,
+        lost=lost,
         changed=int((model.predicted != reference.predicted).sum()),
         images=model.images,
+        top1_interval=top1_interval,
+        loss_interval=loss_interval,
+        mcnemar_p=mcnemar(gained, lost),
     )
 
 
@@ -136,6 +187,12 @@ class _Run:
         self.top5.append((best == labels[:, None]).any(-1).cpu())
         self.nll.append(F.cross_entropy(logits, labels, reduction="none").cpu())
         self.seconds.append(seconds)
+
+    def median_speed(self) -> float:
+        """Images per second of the batch in the middle: a moment of other work on the machine does not count."""
+        return statistics.median(
+            len(nll) / max(s, 1e-9) for nll, s in zip(self.nll, self.seconds, strict=True)
+        )
 
     def summary(self) -> dict[str, Any]:
         if not self.nll:

@@ -71,6 +71,13 @@ def table() -> list[dict[str, Any]]:
     ]
 
 
+def for_shape(depth: int, tokens: int, dim: int, mean_pooled: bool) -> list[dict[str, Any]]:
+    """The rows of the table for models with so many blocks and tokens and such a head: of this width, if there are."""
+    alike = [f for f in FAMILIES if (f.depth, f.tokens, f.mean_pooled) == (depth, tokens, mean_pooled)]
+    names = {f.name for f in alike if f.dim == dim} or {f.name for f in alike}
+    return [row for row in table() if row["family"] in names]
+
+
 def profiles() -> list[list[float]]:
     """The share of image tokens that each published class-token schedule keeps, block by block."""
     return [

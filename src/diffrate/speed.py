@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffrate import kernels
+from diffrate import kernels, methods
 from diffrate.backbones import backbone_of
-from diffrate.baselines import constant_merging, stepwise_pruning
 from diffrate.compressed import checked, compress
 from diffrate.costs.macs import MacCost
 from diffrate.devices import now
@@ -91,7 +90,7 @@ class Entrant:
 
 
 def entrants(model: nn.Module, schedules: Mapping[str, Schedule], baselines: bool = False) -> list[Entrant]:
-    """The uncompressed model and, for each schedule, its oracle slice, the compressed model and simple schedules."""
+    """The uncompressed model and, for each schedule, its oracle slice, the compressed model and rivals."""
     cost = MacCost.of(model)
     rows = [Entrant(UNCOMPRESSED, model, cost.of_schedule(None))]
     for name, schedule in schedules.items():
@@ -100,13 +99,10 @@ def entrants(model: nn.Module, schedules: Mapping[str, Schedule], baselines: boo
         rows.append(Entrant(oracle, OracleSlice(model, schedule), gmacs))
         rows.append(Entrant(name, compress(model, schedule), gmacs, oracle))
         if baselines:
-            simple = {
-                "ToMe-like": constant_merging(model, gmacs),
-                "EViT-like": stepwise_pruning(model, gmacs),
-            }
-            for label, other in simple.items():
+            for label, method in {"ToMe": "tome", "EViT": "evit"}.items():
                 label = label if len(schedules) == 1 else f"{label}, {name}"
-                rows.append(Entrant(label, compress(model, other), cost.of_schedule(other)))
+                rival = methods.build(method, model, gmacs)
+                rows.append(Entrant(label, rival, methods.cost_of(rival)))
     return rows
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import diffrate
-from diffrate.cli import bench, demo, evaluation, schedules, search, train
+from diffrate.cli import bench, comparison, demo, evaluation, schedules, search, train
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
 
@@ -25,6 +25,8 @@ app.command("macs")(schedules.macs)
 app.command("compress")(schedules.compress)
 app.command("search")(search.search_command)
 app.command("eval")(evaluation.eval_command)
+app.command("methods")(comparison.methods)
+app.command("compare")(comparison.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("train")(train.train_command)
 app.command("demo")(demo.demo)

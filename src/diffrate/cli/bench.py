@@ -43,7 +43,7 @@ def bench_command(
         bool,
         typer.Option(
             "--baselines",
-            help="Also time simple schedules of the same MACs: ToMe-like and EViT-like.",
+            help="Also time ToMe and EViT at the same MACs.",
             rich_help_panel=o.SCHEDULE,
         ),
     ] = False,

@@ -27,8 +27,8 @@ def demo(
     """Halve the cost of a small vision transformer, and see what that does to its accuracy and speed.
 
     The model and its Fashion-MNIST images ship with the package. The demo searches how many tokens each block may keep
-    at half the MACs, on images kept for that, and compares the schedule with two simple ones of the same cost:
-    ToMe-like (the same number of tokens merged in every block) and EViT-like (pruning in three steps). Each row says
+    at half the MACs, on images kept for that, and compares it with two known methods at the same cost: ToMe (as many
+    tokens merged in every block) and EViT (pruning in three steps, the rest fused). Each row says
     how accuracy and loss differ from the uncompressed model on the same test images, with the standard error of that
     difference, and how fast the model ran on this machine. Takes one and a half to three minutes on two CPU cores.
 
@@ -54,7 +54,7 @@ def demo(
 
 def _cells(contender: Contender) -> list[str]:
     e, c = contender.evaluation, contender.comparison
-    differs = contender.schedule is not None
+    differs = bool(contender.settings)
     return [
         contender.name,
         f"{e.top1:.1f}",

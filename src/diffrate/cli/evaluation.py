@@ -132,7 +132,7 @@ def _cells(result: Evaluation, gmacs: float) -> list[str]:
 
 def _sentence(c: Comparison) -> str:
     return (
-        f"difference: top-1 {c.top1_difference:+.2f} ± {c.top1_standard_error:.2f} points, "
-        f"loss {c.loss_difference:+.4f} ± {c.loss_standard_error:.4f} (standard errors, paired); "
+        f"difference: top-1 {c.top1_difference:+.2f} ± {c.top1_standard_error:.2f} points (McNemar's p "
+        f"{c.mcnemar_p:.2g}), loss {c.loss_difference:+.4f} ± {c.loss_standard_error:.4f} (standard errors, paired); "
         f"{c.gained} images gained, {c.lost} lost, {c.changed} of {c.images} predictions changed"
     )

@@ -72,7 +72,8 @@ def gmacs(model: nn.Module, schedule: Schedule | None = None) -> float:
     from diffrate.compressed import CompressedModel, checked
 
     if isinstance(model, CompressedModel):
-        schedule = model.schedule if schedule is None else schedule
+        if schedule is None:
+            return float(MacCost.of_backbone(model.backbone).gmacs([float(n) for n in model.kept]))
         model = model.original
     backbone = backbone_of(model)
     if schedule is not None:

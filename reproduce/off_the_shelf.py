@@ -1,0 +1,79 @@
+"""Table 1: methods at equal MACs on a pretrained model whose weights stay as they are.
+
+Cost: a search (about 20 s on an H200, minutes on a CPU) and a pass over the validation images for each method and
+budget. The paper's models: `--model deit_small_patch16_224 --pretrained --data-dir imagenet --search-split train
+--budgets 2.3G,2.9G`, which needs ImageNet and a download.
+
+    python reproduce/off_the_shelf.py --json results/off_the_shelf_embedded.json
+    python reproduce/off_the_shelf.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
+        --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G --json results/off_the_shelf_vit_tiny.json
+"""
+
+from __future__ import annotations
+
+import torch
+from setting import Setting, Table, main
+
+from diffrate.compare import ImageCosts
+from diffrate.errors import DiffRateError
+from diffrate.methods import METHODS, build
+from diffrate.methods.policy import PolicyModel
+
+# GMACs and top-1 on ImageNet-1k, as the paper has them
+PAPER = {
+    "deit_small_patch16_224": {
+        "uncompressed": (4.6, 79.82), "evit": [(2.3, 73.83), (3.0, 78.50)], "tome": [(2.3, 77.99), (2.9, 78.89)],
+        "diffrate": [(2.3, 78.76), (2.9, 79.58)],
+    },
+    "deit_base_patch16_224": {
+        "uncompressed": (17.6, 81.83), "evit": [(8.7, 74.61), (11.5, 80.37)], "tome": [(8.8, 77.84), (11.5, 80.58)],
+        "diffrate": [(8.7, 78.98), (11.5, 81.50)],
+    },
+    "vit_base_patch16_224.mae": {
+        "uncompressed": (17.6, 83.72), "evit": [(8.7, 75.15), (11.5, 82.01)], "tome": [(8.8, 78.86), (11.5, 82.32)],
+        "diffrate": [(8.7, 79.96), (11.5, 82.91)],
+    },
+    "vit_large_patch16_224.mae": {
+        "uncompressed": (61.6, 85.95), "evit": [(29.7, 81.52), (39.6, 85.06)], "tome": [(31.0, 84.24), (42.3, 85.41)],
+        "diffrate": [(31.0, 84.65), (42.3, 85.56)],
+    },
+    "vit_huge_patch14_224.mae": {
+        "uncompressed": (167.4, 86.88), "evit": [(99.1, 85.54), (112.9, 86.32)],
+        "tome": [(92.9, 86.01), (103.4, 86.29)], "diffrate": [(93.2, 86.40), (103.4, 86.72)],
+    },
+    "LV-ViT-S": {"uncompressed": (6.6, 83.30), "evit": [(3.9, 79.77)], "diffrate": [(3.9, 82.56)]},
+}  # fmt: skip
+
+
+def run(setting: Setting) -> None:
+    table = Table(setting, "off_the_shelf", "Table 1, off the shelf", PAPER)
+    images = setting.val[0][0]
+    for budget in setting.budgets:
+        schedule, seconds = setting.search(budget)
+        table.measure("search", schedule, budget=budget, search_seconds=seconds)
+        for name in METHODS:
+            if name == "search":
+                continue
+            try:
+                model = build(name, setting.model, budget, images)
+            except DiffRateError as error:
+                table.add(name, budget=budget, left_out=str(error))
+                continue
+            spent, note = None, {}
+            if isinstance(model, PolicyModel) and model.policy.by_image:
+                spent, padded = costs(model, setting)
+                note = {"padded_gmacs": padded}
+            table.measure(name, model, spent, budget=budget, **note)
+
+
+def costs(model: PolicyModel, setting: Setting) -> tuple[float, float]:
+    """Mean GMACs of an image alone, and padded to its batch's longest."""
+    meter = ImageCosts(model)
+    with torch.inference_mode():
+        for images, _ in setting.val:
+            meter.add(images)
+    return meter.mean(), meter.padded()
+
+
+if __name__ == "__main__":
+    main(__doc__, run)

@@ -1,0 +1,51 @@
+"""Overhead: what ranking and matching cost beside the model, by the paper's formulas and as counted here. No images.
+
+The paper, for DeiT-S with 196 tokens: 4.7 k parameters and 0.24 M FLOPs for the search's proxies, 1.36 M FLOPs a block
+for sorting and matching 20 tokens. The search by measured slopes (`--recipe fast`) adds no parameters at all.
+
+    python reproduce/overhead.py
+"""
+
+from __future__ import annotations
+
+import math
+
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import diffrate
+
+PAPER = {"proxy_parameters": 4_700, "proxy_flops": 0.24e6, "module_flops": 1.36e6}
+
+
+def formulas(n: int = 196, blocks: int = 12, dim: int = 384, merged: int = 20) -> dict[str, float]:
+    """The paper's own: 2NL parameters, (N^2 + 5N)L / 2 FLOPs, N log N + (N - N_m + 1) N_m C FLOPs."""
+    return {
+        "proxy_parameters": 2 * n * blocks,
+        "proxy_flops": (n**2 + 5 * n) * blocks / 2,
+        "module_flops": n * math.log2(n) + (n - merged + 1) * merged * dim,
+    }
+
+
+def counted(name: str, gmacs: float) -> dict[str, float]:
+    """MACs of one image under a published schedule: the model's own, and everything that the counter saw."""
+    model = timm.create_model(name).eval()
+    fast = diffrate.compress(model, diffrate.Schedule.published(name, gmacs))
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        fast(torch.zeros(1, 3, 224, 224))
+    seen, own = counter.get_total_flops() / 2e9, diffrate.gmacs(fast)
+    return {"gmacs": own, "counted_gmacs": seen, "overhead_percent": 100 * (seen / own - 1)}
+
+
+if __name__ == "__main__":
+    ours = formulas()
+    for key, value in PAPER.items():
+        print(f"{key:18s} paper {value:10.3g}   its formula {ours[key]:10.3g}")
+    for name, gmacs in (
+        ("deit_tiny_patch16_224", 0.8),
+        ("deit_small_patch16_224", 2.9),
+        ("deit_base_patch16_224", 11.5),
+    ):
+        print(name, {key: round(value, 4) for key, value in counted(name, gmacs).items()})

@@ -1,0 +1,94 @@
+"""The seam for other methods: a policy says what leaves each block, the walk around it stays the same.
+
+A model under a policy embeds, attends, classifies and traces as one under a schedule; only the step between attention
+and MLP is the method's own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from diffrate.backbones import backbone_of
+from diffrate.backbones.base import Attention
+from diffrate.compressed import CompressedModel, finish_block
+from diffrate.costs.macs import MacCost
+from diffrate.mixing import mix
+from diffrate.operator import Operator
+from diffrate.schedule import Schedule
+from diffrate.tokens import Tokens
+
+
+class Policy(ABC):
+    """What a method does in the blocks of a model.
+
+    name          of the method, as `diffrate methods` lists it.
+    proportional  whether log(size) is added to the attention logits.
+    by_image      whether how many tokens go depends on the image.
+    kept          tokens that leave each block; for a method that decides image by image, the most.
+    """
+
+    name: ClassVar[str]
+    proportional: ClassVar[bool] = False
+    by_image: ClassVar[bool] = False
+    kept: tuple[int, ...]
+
+    @abstractmethod
+    def removes(self, i: int) -> bool:
+        """Whether block i may remove tokens."""
+
+    @abstractmethod
+    def reduce(self, i: int, attention: Attention, key_bias: Tensor | None, attended: Tokens) -> Tokens:
+        """The tokens of block i between attention and MLP, from those that attended."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The method's own parameters, as a results file should have them."""
+
+
+class PolicyModel(CompressedModel):
+    """A model under a policy: same call, same outputs, weights shared."""
+
+    def __init__(self, original: nn.Module, policy: Policy) -> None:
+        layout = backbone_of(original).layout
+        super().__init__(original, Schedule.identity(layout.depth, layout.tokens, layout.prefix), Operator())
+        self.policy = policy
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return self.policy.kept
+
+    def image_counts(self, images: Tensor) -> Tensor:
+        """(B, L) tokens of each image after each block: what it would cost alone, without padding."""
+        _, collected = self._walk(images, track=False, collect=range(self.backbone.layout.depth))
+        counts = images.new_zeros(len(images), len(collected))
+        for i, tokens in enumerate(collected):
+            counts[:, i] = tokens.count if tokens.size is None else (tokens.size > 0).sum(dim=1)
+        return counts
+
+    def image_gmacs(self, images: Tensor) -> Tensor:
+        """(B,) GMACs of each image alone."""
+        return self.gmacs_of_counts(self.image_counts(images))
+
+    def gmacs_of_counts(self, counts: Tensor) -> Tensor:
+        """(B,) GMACs for so many tokens after each block (B, L)."""
+        return MacCost.of_backbone(self.backbone).gmacs(counts.double().cpu())
+
+    def _run_block(self, i: int, tokens: Tokens, schedule: Schedule) -> Tokens:
+        backbone, policy = self.backbone, self.policy
+        bias = tokens.key_bias() if policy.proportional else None
+        if bias is None and not policy.removes(i):
+            return tokens.with_features(backbone.block(i, tokens.x))
+        attention = backbone.open_attention(i, tokens.x)
+        attended = tokens.with_features(backbone.close_attention(i, tokens.x, mix(attention, bias)))
+        if policy.removes(i):
+            attended = policy.reduce(i, attention, bias, attended)
+        return finish_block(backbone, i, attended)
+
+    def _removes_nothing(self, tokens: int) -> bool:
+        return False
+
+    def extra_repr(self) -> str:
+        return f"{self.policy.name}: {self.policy.settings()}"

@@ -1,0 +1,151 @@
+"""The files of reproduce/: they run and save what they measure; the race ends as a full evaluation would."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from PIL import Image
+from torch.utils.data import Subset
+
+import diffrate
+from conftest import random_vit
+from diffrate import embedded
+from diffrate.methods.schedules import random_schedules
+
+FOLDER = Path(__file__).resolve().parents[1] / "reproduce"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a file of reproduce/ by its name, without leaving its neighbours importable."""
+    if not FOLDER.is_dir():
+        pytest.skip("reproduce/ is part of a checkout, not of the package")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+@pytest.fixture
+def small(load, tmp_path: Path) -> object:
+    """12 blocks and 197 tokens, as published schedules need, but narrow and untrained; 12 images."""
+    torch.manual_seed(0)
+    shape = {"img_size": 28, "patch_size": 2, "in_chans": 1, "embed_dim": 8, "num_heads": 1, "depth": 12}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **shape).eval()
+    images, labels = embedded.images("test")
+    val = [(embedded.normalise(images[i : i + 6, None]), labels[i : i + 6]) for i in (0, 6)]
+    data = Subset(embedded.dataset("search"), range(20))
+    budgets = [0.6 * diffrate.gmacs(model)]
+    return load("setting").Setting(
+        "small", model, val, (data, data), Accelerator(cpu=True), budgets, 1, 4, 0, tmp_path / "rows.json"
+    )
+
+
+@pytest.mark.slow
+def test_every_experiment_saves_its_rows(
+    load, small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("optimisation_time"), "STEPS", (1, 2))
+    monkeypatch.setattr(load("number_of_images"), "COUNTS", (16, 4000))
+    names = [
+        "off_the_shelf",
+        "sorting_metric",
+        "operation_order",
+        "transfer",
+        "number_of_images",
+        "optimisation_time",
+    ]
+    for name in names:
+        load(name).run(small)
+    load("schedule_comparison").run(small, 3)
+    load("with_training").run(small)
+    saved = json.loads((tmp_path / "rows.json").read_text())["results"]["tables"]
+    assert list(saved) == [*names, "schedule_comparison", "with_training"]
+    for table in saved.values():
+        assert table["paper"]
+        for row in table["rows"]:
+            assert "gmacs" in row or "left_out" in row or "better" in row
+            if "gmacs" in row:
+                assert row["gmacs"] == pytest.approx(small.budgets[0], rel=0.01)
+                assert row["points_interval"][0] <= row["points"] <= row["points_interval"][1]
+    assert [row["images"] for row in saved["number_of_images"]["rows"]] == [16, 20]
+    assert len(saved["off_the_shelf"]["rows"]) == len(diffrate.methods.METHODS)
+
+
+def test_pictures_of_each_method(load, small, tmp_path: Path) -> None:
+    load("visualisation").run(small, tmp_path / "tokens.png", images=2)
+    with Image.open(tmp_path / "tokens.png") as picture:
+        assert picture.height > 6 * 168  # three methods for each of two images
+
+
+def test_no_row_is_measured_after_the_deadline(load, small) -> None:
+    assert small.whole.images == 12
+    small.deadline = time.monotonic() - 1
+    with pytest.raises(load("setting").OutOfTimeError):
+        load("sorting_metric").run(small)
+
+
+def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: ModuleType = load("schedule_comparison")
+    model = random_vit(depth=6)
+    images, labels = torch.randn(40, 3, 32, 32), torch.randint(7, (40,))
+    whole = diffrate.gmacs(model)
+    schedules = random_schedules(model, 0.7 * whole, range(10)) + random_schedules(
+        model, 0.3 * whole, range(5)
+    )
+    reference = random_schedules(model, 0.8 * whole, [99])[0]
+
+    def loss(schedule: diffrate.Schedule) -> float:
+        with torch.no_grad():
+            return F.cross_entropy(diffrate.compress(model, schedule)(images), labels).item()
+
+    losses = [loss(schedule) for schedule in schedules]
+    monkeypatch.setattr(module, "FIRST", {"cpu": 8})
+    monkeypatch.setattr(module, "SURELY", float("inf"))  # nobody is out early
+    full = module.race(model, reference, schedules, images, labels)
+    assert full.entered == [15, 15, 15, 15]
+    assert full.images == [8, 16, 32, 40]
+    assert full.better == sum(value < loss(reference) for value in losses)
+    assert full.best == losses.index(min(losses))
+    assert full.best_rise == pytest.approx(min(losses) - loss(reference), abs=1e-5)
+    monkeypatch.setattr(module, "SURELY", 1.0)
+    short = module.race(model, reference, schedules, images, labels)
+    assert short.entered[-1] < 15
+    assert short.better <= full.better
+
+
+@pytest.mark.slow
+def test_published_schedules_cost_what_the_paper_says(load) -> None:
+    rows = load("schedules_table").rows()
+    assert len(rows) > 20
+    for row in rows:
+        assert row["gmacs"] == pytest.approx(row["paper_gmacs"], rel=0.1)  # the paper writes 0.6 for 0.655
+
+
+def test_overhead(load) -> None:
+    overhead = load("overhead")
+    for key, value in overhead.PAPER.items():
+        assert overhead.formulas()[key] == pytest.approx(value, rel=0.02)
+    counted = overhead.counted("deit_tiny_patch16_224", 0.8)
+    assert 0 < counted["overhead_percent"] < 1
+
+
+def test_the_page_is_what_the_results_say(load, small, tmp_path: Path) -> None:
+    page = load("page")
+    assert page.PAGE.read_text() == page.page(), "run python reproduce/page.py"
+    load("sorting_metric").run(small)
+    load("setting").Table(small, "race", "A race", "a figure").add("the race", better=3, rank_percent=0.3)
+    (tmp_path / "rows.json").rename(tmp_path / "reproduce_small.json")
+    text = page.page(tmp_path)
+    (row,) = [row for row in small.tables["sorting_metric"]["rows"] if row["name"] == "image-attention"]
+    assert f"| image-attention | {row['gmacs']:.3f} | {row['top1']:.2f} | {row['points']:+.2f} [" in text
+    assert "The paper: random 79.72, " in text
+    assert "- the race: better 3, rank_percent 0.3" in text
