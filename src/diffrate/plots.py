@@ -20,6 +20,6 @@ def kept_plot(history: list[dict[str, Any]], path: Path) -> None:
             shade = 0.1 + 0.5 * i / max(len(entries) - 1, 1)
             axes.plot(entries[i]["kept"], color="tab:blue", alpha=shade, linewidth=0.8)
         axes.plot(entries[-1]["kept"], color="tab:red", marker="o", markersize=3, label="last step")
-        axes.set(title=f"{budget:.3g} GMACs", xlabel="block", ylabel="tokens kept", ylim=(0, None))
+        axes.set(title=budget, xlabel="block", ylabel="tokens kept", ylim=(0, None))
         axes.legend()
     figure.savefig(path, dpi=120)

@@ -29,13 +29,13 @@ SPACES = [space_of(), space_of(global_pool="avg"), space_of(reg_tokens=3)]
     [("0.8G", [0.8]), ("60%", [0.6]), ("800M", [0.8]), ("0.7G, 90%,0.8g", [0.9, 0.8, 0.7]), (".5G", [0.5])],
 )
 def test_budgets_are_read_largest_first(text, wanted):
-    assert parse_budgets(text, whole=1.0) == pytest.approx(wanted)
+    assert [b.targets["gmacs"] for b in parse_budgets(text, {"gmacs": 1.0})] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0.8", "0.8G,", "-1G", "1e9G", "50%%", "nanG"])
 def test_unreadable_budgets_say_how_to_write_one(text):
     with pytest.raises(DiffRateError, match=r"0\.8G"):
-        parse_budgets(text, whole=1.0)
+        parse_budgets(text, {"gmacs": 1.0})
 
 
 def test_impossible_budgets_name_what_is_possible():

@@ -13,6 +13,7 @@ from timm.data import Mixup
 
 from diffrate.cli import options as o
 from diffrate.cli.output import counts, note, save_json, show_table
+from diffrate.costs.base import METRICS
 from diffrate.data import preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
@@ -155,19 +156,19 @@ def _accelerator(
 
 
 def _show(result: SearchResult, output: Path) -> None:
+    metrics = [metric for metric in METRICS if metric in result.schedule.cost]
     show_table(
-        ["budget G", "GMACs", "divergence", "best step", "kept tokens per block"],
+        ["budget", *(METRICS[m].words for m in metrics), "divergence", "best step", "kept tokens per block"],
         [
             [
-                f"{s.made['budget_gmacs']:.4g}",
-                f"{s.cost['gmacs']:.4f}",
+                s.made["budget"],
+                *(f"{s.cost[metric]:.4g}" for metric in metrics),
                 f"{s.made['held_out_divergence']:.4f}",
                 s.made["best_step"],
                 counts(s.merge),
             ]
             for s in result.schedules
         ],
-        text=0,
     )
     if result.unreadable:
         note(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffrate.searching.budget import Space, project
+from diffrate.searching.budget import Budget, Space, project
 
 AVERAGED = 0.4  # share of the steps, at the end, whose counts are averaged
 
@@ -23,7 +23,7 @@ class Descent:
     """One descent from `counts` (L,) in `steps` steps; `state` and `restore` let it stop and go on at any step."""
 
     counts: Tensor
-    budget: float
+    budget: Budget | float
     space: Space
     steps: int
     first_step: float = 1.0
@@ -89,10 +89,10 @@ class Descent:
         self.done, self.summed, self.mean_square = state["done"], state["summed"], state["mean_square"]
 
     def cost_gradient(self) -> Tensor:
-        """(L,) GMACs of one more token in each block that has a choice."""
+        """(L,) what one more token in each block that has a choice takes of the budget."""
         with torch.enable_grad():
             counts = self.counts.clone().requires_grad_(True)
-            (slope,) = torch.autograd.grad(self.space.gmacs(counts), counts)
+            (slope,) = torch.autograd.grad(self.space.used(counts, self.budget), counts)
         return torch.where(self.space.free, slope, torch.zeros_like(slope))
 
     def answer(self) -> Tensor:
