@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from diffrate.backbones import backbone_of
 from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
-from diffrate.searching.budget import Space, check_budget, monotone, parse_budgets, project, rounded
+from diffrate.isotonic import monotone
+from diffrate.searching.budget import Space, check_budget, parse_budgets, project, rounded
 from diffrate.searching.fast import starts
 
 

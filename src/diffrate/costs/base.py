@@ -39,6 +39,9 @@ class CostModel(ABC):
     """
 
     tokens: int
+    charges_removal: bool = (
+        False  # whether a block that removes tokens costs more for it, however few they are
+    )
 
     @property
     @abstractmethod
@@ -64,6 +67,7 @@ class Costs(CostModel):
 
     def __init__(self, models: Sequence[CostModel]) -> None:
         self.models, self.tokens = models, models[0].tokens
+        self.charges_removal = any(model.charges_removal for model in models)
         known: set[str] = set()
         for model in models:
             own = set(model.price_of(None))

@@ -19,6 +19,7 @@ from torch import Tensor
 from diffrate.backbones import Backbone
 from diffrate.costs.base import METRICS, CostModel
 from diffrate.errors import DiffRateError
+from diffrate.isotonic import monotone
 from diffrate.schedule import Schedule
 
 # Weight of each metric's loss where a budget is a penalty: the paper's lambdas, of which it tells that of MACs alone.
@@ -73,6 +74,7 @@ class Space:
                  the last of a class-token model nothing but the prefix, which costs no accuracy at all (so that a
                  budget just below the whole model is met with room to spare). A model whose
                  head looks at every token leaves its last block alone: that block is not among the L'.
+    ties         blocks that share one count, for costs that charge every removal; None: every block has its own.
     """
 
     cost: CostModel
@@ -80,6 +82,7 @@ class Space:
     prefix: int
     least: Tensor
     most: Tensor
+    ties: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def of(cls, backbone: Backbone, cost: CostModel) -> Space:
@@ -108,6 +111,20 @@ class Space:
     def freely(self) -> Tensor:
         """(L',) a step of one token in every block that has a choice, and next to none elsewhere."""
         return torch.where(self.free, 1.0, 1e-3).double()
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks that share a count, in order; by themselves where nothing is tied."""
+        return self.ties or tuple((block,) for block in range(len(self.least)))
+
+    def tied(self, counts: Tensor, weight: Tensor) -> Tensor:
+        """(L',) counts with those of tied blocks at their weighted mean."""
+        if self.ties is None:
+            return counts
+        counts = counts.clone()
+        for part in map(list, self.ties):
+            counts[part] = (counts[part] * weight[part]).sum() / weight[part].sum()
+        return counts
 
     def searched(self, schedule: Schedule) -> Tensor:
         """(L',) the counts of a schedule that are this search's to choose."""
@@ -185,26 +202,13 @@ def check_budget(budget: Budget | float, space: Space) -> None:
         raise DiffRateError(refusal + f"and {lowest:.4g} at the least")
 
 
-def monotone(counts: Tensor, weight: Tensor) -> Tensor:
-    """The nearest counts that never rise from block to block: pool neighbours that do, at their weighted mean."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, length
-    for value, w in zip(counts.tolist(), weight.tolist(), strict=True):
-        mean, length = value, 1
-        while pools and pools[-1][0] < mean:
-            before, before_weight, before_length = pools.pop()
-            mean = (mean * w + before * before_weight) / (w + before_weight)
-            w, length = w + before_weight, length + before_length
-        pools.append((mean, w, length))
-    return torch.tensor([mean for mean, _, length in pools for _ in range(length)], dtype=torch.float64)
-
-
 def project(counts: Tensor, budget: Budget | float, space: Space, step: Tensor) -> Tensor:
     """Counts within bounds, never rising, that cost `budget`: moved from `counts` along `step` (L,), all one way."""
     weight = 1 / step.clamp_min(1e-6)
 
     def at(distance: float) -> Tensor:
         moved = torch.minimum(torch.maximum(counts - distance * step, space.least), space.most)
-        return monotone(moved, weight)
+        return monotone(space.tied(moved, weight), weight)
 
     reach = 2 * space.tokens / float(step[space.free].min())
     low, high = -reach, reach
@@ -217,28 +221,30 @@ def project(counts: Tensor, budget: Budget | float, space: Space, step: Tensor) 
 def rounded(counts: Tensor, budget: Budget | float, space: Space) -> list[int]:
     """Whole counts at most `budget`: rounded down, then raised by the largest remainders while the budget allows."""
     whole = torch.maximum((counts + 1e-6).floor(), space.least)
-    for block in reversed(
-        range(len(whole))
-    ):  # a bound may have been rounded up to: take from the end, which keeps order
-        while space.over(whole, budget) and whole[block] > space.least[block]:
-            whole[block] -= 1
-    for block in (counts - whole).argsort(descending=True).tolist():
-        above = space.tokens if block == 0 else whole[block - 1]
-        if whole[block] + 1 > min(float(above), float(space.most[block])):
-            continue
-        whole[block] += 1
-        if space.over(whole, budget):
-            whole[block] -= 1
+    parts = [list(part) for part in space.parts]
+    for part in reversed(parts):  # a bound may have been rounded up to: take from the end, which keeps order
+        while space.over(whole, budget) and (whole[part] > space.least[part]).all():
+            whole[part] -= 1
+    for i in (counts - whole)[[part[0] for part in parts]].argsort(descending=True).tolist():
+        if _can_rise(whole, parts[i], space):
+            whole[parts[i]] += 1
+            if space.over(whole, budget):
+                whole[parts[i]] -= 1
     return [int(n) for n in _for_free(whole, budget, space)]
+
+
+def _can_rise(whole: Tensor, part: list[int], space: Space) -> bool:
+    above = space.tokens if part[0] == 0 else float(whole[part[0] - 1])
+    return float(whole[part[0]]) + 1 <= min(above, float(space.most[part].min()))
 
 
 def _for_free(whole: Tensor, budget: Budget | float, space: Space) -> Tensor:
     """Counts raised while that takes nothing more of the budget: hardware works in whole arrays or tiles of tokens."""
     used = float(space.used(whole, budget))
-    for block in range(1, len(whole)):
-        while whole[block] + 1 <= torch.minimum(whole[block - 1], space.most[block]):
-            whole[block] += 1
+    for part in map(list, space.parts):
+        while _can_rise(whole, part, space):
+            whole[part] += 1
             if float(space.used(whole, budget)) > used:
-                whole[block] -= 1
+                whole[part] -= 1
                 break
     return whole

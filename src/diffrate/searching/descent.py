@@ -57,6 +57,7 @@ class Descent:
         length = self.last_step + (self.first_step - self.last_step) * 0.5 * (
             1 + math.cos(math.pi * progress)
         )
+        slopes = _shared(slopes, self.space)
         direction = self.scale() * torch.where(self.space.free, slopes, torch.zeros_like(slopes))
         # Only what trades tokens between blocks counts: the share along the budget is undone by the projection.
         normal = self.along_budget()
@@ -107,7 +108,11 @@ def perturbed(kept: list[int], space: Space, share: float, up: list[bool]) -> li
     A block level with both neighbours can only go down, and takes those after it along.
     """
     changed = []
+    joined = {block: part[0] for part in space.ties or () for block in part if len(part) > 1}
     for i, n in enumerate(kept):
+        if i in joined:  # down, which takes the others along; the first one speaks for all
+            changed.append(max(int(space.least[i]), n - max(2, round(share * n))) if joined[i] == i else n)
+            continue
         least, most = int(space.least[i]), int(space.most[i])
         change = max(2, round(share * n))
         above = min(most, kept[i - 1] if i else n)
@@ -125,3 +130,13 @@ def perturbed(kept: list[int], space: Space, share: float, up: list[bool]) -> li
         else:
             changed.append(max(least, n - change))
     return changed
+
+
+def _shared(slopes: Tensor, space: Space) -> Tensor:
+    """(L',) slopes with what the first of tied blocks stands for divided among them."""
+    if space.ties is None:
+        return slopes
+    slopes = slopes.clone()
+    for part in space.ties:
+        slopes[list(part)] = slopes[part[0]] / len(part)
+    return slopes

@@ -28,6 +28,7 @@ from diffrate.searching.budget import LAMBDAS, Budget, Space, check_budget, pars
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.loop import Course, Loop, Settings, Snapshot
+from diffrate.searching.places import best_places
 from diffrate.searching.report import Progress, RunFolder
 
 RECIPES = ("fast", "paper")
@@ -132,11 +133,12 @@ def search(
             return total
 
         def begin(budget: Budget, steps: int, last: Schedule | None) -> Course:
-            common = (model, space, settings.operator, budget, steps)
             if recipe == "paper":
+                common = (model, space, settings.operator, budget, steps)
                 return paper.PaperRecipe(*common, reduce, mix, {**LAMBDAS, **(lambdas or {})})
-            start = fast.best_start(space, budget, settings.operator, held, last)
-            return fast.FastRecipe(*common, start, seed, reduce)
+            where = best_places(space, budget, settings.operator, held)
+            start = fast.best_start(where, budget, settings.operator, held, last)
+            return fast.FastRecipe(model, where, settings.operator, budget, steps, start, seed, reduce)
 
         def check_labels(labels: Tensor) -> None:
             if recipe == "paper":

@@ -16,9 +16,6 @@ from torch import Tensor
 
 from diffrate.costs.gemmini.design import WORD
 
-BLOCK_CYCLES = 3.9  # on top of the array's side, for each block of a product
-PRODUCT_CYCLES = 1650.0  # once a product: issuing, first addresses, last write
-
 
 class Shape(NamedTuple):
     """The sizes of a product, each a tensor."""
@@ -58,6 +55,14 @@ class Tiling(NamedTuple):
     i: Tensor
     j: Tensor
     k: Tensor
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Cycles that the array itself does not need, fitted on RTL counts of a 16x16 array with a 128 bit bus."""
+
+    block: float = 3.9  # on top of the array's side, for each block of a product
+    product: float = 1650.0  # once a product: issuing, first addresses, last write
 
 
 @dataclass(frozen=True)
@@ -131,12 +136,12 @@ def traffic(shape: Shape, array: Array, tiles: Tiling) -> Traffic:
     return Traffic(a, b, trips)
 
 
-def cycles(shape: Shape, array: Array, tiles: Tiling) -> Tensor:
+def cycles(shape: Shape, array: Array, tiles: Tiling, overheads: Overheads = Overheads()) -> Tensor:
     """Cycles of a product: the slowest of computing, loading and storing, and what cannot overlap with it."""
     rows, columns, bus = array.rows, array.columns, array.bus
     loaded = traffic(shape, array, tiles)
     n_i, n_j, n_k = _blocks(shape.i, rows), _blocks(shape.j, columns), _blocks(shape.k, rows)
-    compute = n_i * n_j * n_k * (rows + BLOCK_CYCLES)
+    compute = n_i * n_j * n_k * (rows + overheads.block)
     # With one bank, weights cannot be read while activations are.
     compute = compute + torch.where(array.banks < 2, n_j * n_k * loaded.trips.i * rows, 0.0)
     load, store = (loaded.a + loaded.b) / bus, shape.i * shape.j / bus
@@ -144,7 +149,7 @@ def cycles(shape: Shape, array: Array, tiles: Tiling) -> Tensor:
     first = (tiles.i * rows * depth + depth * tiles.j * columns) / bus
     last = tiles.i * rows * columns / bus
     steady = torch.maximum(torch.maximum(compute, load), store)
-    return steady + first + last + array.fill + PRODUCT_CYCLES
+    return steady + first + last + array.fill + overheads.product
 
 
 def energy_pj(shape: Shape, array: Array, tiles: Tiling, energies: Energies) -> Tensor:
