@@ -59,10 +59,11 @@ class SearchResult:
 def search(
     model: nn.Module,
     data: Dataset[Any] | tuple[Dataset[Any], Dataset[Any]],
-    budget: str | float,
+    budget: str | float | Budget,
     *,
     recipe: str = "fast",
     costs: Sequence[CostModel] = (),
+    start: Schedule | None = None,
     operator: Operator | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
@@ -87,6 +88,7 @@ def search(
     budget      GMACs as a number or "0.8G", a share as "60%", or what `costs` price: "2.1ms", "90mW", "5mJ". Different
                 metrics are met together ("2.9G,37ms"); several values of one are one search each: "1.0G,0.9G,0.8G".
     costs       cost models beside MACs: a measured table (diffrate.costs.LatencyTable) or an accelerator (GemminiCost).
+    start       a schedule to begin from; without, the best of a few simple ones.
     recipe      "fast": no labels, minutes, about 1,000 images; "paper": the published method.
     held_out    share of the images kept apart; they decide, `checks` times a budget, which schedule is returned and,
                 after `patience` checks without a better one in the last part, when to stop.
@@ -137,8 +139,8 @@ def search(
                 common = (model, space, settings.operator, budget, steps)
                 return paper.PaperRecipe(*common, reduce, mix, {**LAMBDAS, **(lambdas or {})})
             where = best_places(space, budget, settings.operator, held)
-            start = fast.best_start(where, budget, settings.operator, held, last)
-            return fast.FastRecipe(model, where, settings.operator, budget, steps, start, seed, reduce)
+            first = fast.best_start(where, budget, settings.operator, held, last or start)
+            return fast.FastRecipe(model, where, settings.operator, budget, steps, first, seed, reduce)
 
         def check_labels(labels: Tensor) -> None:
             if recipe == "paper":
