@@ -24,6 +24,7 @@ from diffrate.searching.cosearch import HARDWARE_STEPS, CosearchResult, cosearch
 from diffrate.searching.hardware import ESTIMATORS
 
 COSEARCH = "Co-search"
+EVIT_SHARE = 3.0 / 2.9  # of DiffRate's MACs, in the paper's table
 
 
 def cosearch_command(
@@ -81,8 +82,8 @@ def cosearch_command(
 
     With images (--data-dir or --dataset) the rates are learned; without, those of --schedule are moved onto the
     budget, which needs no weights. The table that is printed has the whole model, EViT-like pruning and the schedule
-    at the same MACs on Gemmini's default design, and what the co-search found. Power is energy over one period for
-    all rows: that of the whole model on the default design.
+    on Gemmini's default design, at MACs as in the paper's table, and what the co-search found. Power is
+    energy over one period for all rows: that of the whole model on the default design.
 
     Example: diffrate cosearch --model deit_small_patch16_224 --schedule published:2.9 --budget 2.9G,37ms,80mW
     --output runs/co
