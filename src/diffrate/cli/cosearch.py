@@ -136,7 +136,7 @@ def comparison(
     rows = {"whole, default design": default.price_of(None)}
     try:
         rows["EViT-like pruning, default design"] = default.price_of(
-            stepwise_pruning(model, found.cost["gmacs"])
+            stepwise_pruning(model, EVIT_SHARE * found.cost["gmacs"])
         )
     except DiffRateError as error:
         note(str(error))

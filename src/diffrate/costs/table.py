@@ -198,4 +198,4 @@ class TableCost(CostModel):
 
 
 def _read(at: Tensor, values: Tensor) -> Tensor:
-    return read(at, values, mean_slopes(values, WINDOW))
+    return read(at, values, mean_slopes(values, WINDOW) if at.requires_grad else None)

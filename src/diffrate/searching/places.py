@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from diffrate.operator import Operator
 from diffrate.searching import fast
-from diffrate.searching.budget import Budget, Space, rounded
+from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.held_out import HeldOut
 
 REMOVALS = (1, 2, 3, 4, 6)  # how many blocks remove tokens, beside all of them
@@ -28,7 +29,7 @@ def best_places(space: Space, budget: Budget, operator: Operator, held_out: Held
         return space
 
     def loss(tied: Space) -> float:
-        start = fast.starts(tied, budget)[0]
+        start = first_counts(tied, budget)
         return held_out.divergence(fast.schedule_of(rounded(start, budget, tied), tied, operator))
 
     return min(candidates, key=loss)
@@ -52,8 +53,23 @@ def places(space: Space, budget: Budget) -> list[Space]:
     dropped = torch.minimum(whole, space.most)
     if not last_is_free and float(space.used(dropped, budget)) > float(space.used(whole, budget)):
         variants = [_last_joined(variant) for variant in variants]
-    possible = [variant for variant in variants if not variant.over(variant.least, budget)]
-    return [variant for variant in possible if fast.starts(variant, budget)]
+    return [variant for variant in variants if not variant.over(variant.least, budget)]
+
+
+def first_counts(space: Space, budget: Budget) -> Tensor:
+    """(L',) counts on the budget that fall by one factor from each tied part to the next."""
+    step = {block: i for i, part in enumerate(space.parts) for block in part}
+    power = torch.tensor([float(step[block]) for block in range(len(space.least))], dtype=torch.float64)
+
+    def at(factor: float) -> Tensor:
+        counts = space.prefix + (space.tokens - space.prefix) * factor**power
+        return torch.minimum(torch.maximum(counts, space.least), space.most)
+
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if space.over(at(middle), budget) else (middle, high)
+    return project(at(low), budget, space, space.freely())
 
 
 def _tied(space: Space, starts: list[int], inner: int) -> Space:

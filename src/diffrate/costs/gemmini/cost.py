@@ -175,7 +175,11 @@ class GemminiCost(CostModel):
         return self.workload.metrics(Spent(taken, pj), self.period.to(mlp.device))
 
     def _read(self, counts: Tensor, values: Tensor) -> Tensor:
-        slopes = values[1:] / self.tokens if self.slopes == "paper" else mean_slopes(values, self.design.rows)
+        slopes = None
+        if counts.requires_grad:
+            slopes = (
+                values[1:] / self.tokens if self.slopes == "paper" else mean_slopes(values, self.design.rows)
+            )
         return read(counts, values, slopes).sum(-1)
 
     def describe(self) -> dict[str, Any]:
