@@ -46,12 +46,12 @@ def design_plot(workload: Workload, schedule: Schedule, chosen: Design, target: 
         mine = sides == side
         latency, power = prices["latency_ms"][mine], prices["power_at_rate_mw"][mine]
         axes.scatter(latency, power, s=4, label=f"{side:.0f}x{side:.0f}")
-    axes.scatter(own["latency_ms"], own["power_at_rate_mw"], marker="*", s=200, color="black", label="chosen")
+    axes.scatter(own["latency_ms"], own["power_at_rate_mw"], marker="*", s=120, color="black", label="chosen")
     if "latency_ms" in target.targets:
         axes.axvline(target.targets["latency_ms"], color="grey", linestyle=":")
     if "power_at_rate_mw" in target.targets:
         axes.axhline(target.targets["power_at_rate_mw"], color="grey", linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="latency, ms", ylabel="power at the given rate, mW")
     axes.set_title(f"{len(designs):,} designs; dotted: targets {target}", fontsize="medium")
-    axes.legend(markerscale=2, fontsize="small")
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
