@@ -182,8 +182,10 @@ def test_hardware_budgets_below_what_is_possible_name_it():
         check_budget(Budget({"gmacs": 0.5, "latency_ms": 0.5 * least}), space)
 
 
-def test_two_models_of_one_metric_are_refused():
+def test_two_models_of_one_metric_or_for_another_network_are_refused():
     cost = gemmini_space().cost
+    with pytest.raises(DiffRateError, match="6 blocks and 200 tokens"):
+        Costs([cost, SPACES[2].cost])
     with pytest.raises(DiffRateError, match="two cost models"):
         Costs([cost, cost])
 

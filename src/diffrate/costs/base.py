@@ -70,6 +70,11 @@ class Costs(CostModel):
         self.charges_removal = any(model.charges_removal for model in models)
         known: set[str] = set()
         for model in models:
+            if (model.tokens, model.depth) != (self.tokens, self.depth):
+                raise DiffRateError(
+                    f"a cost model is for {model.depth} blocks and {model.tokens} tokens, and the network has "
+                    f"{self.depth} and {self.tokens}"
+                )
             own = set(model.price_of(None))
             if known & own:
                 metric = METRICS[min(known & own)]
