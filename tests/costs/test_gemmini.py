@@ -10,7 +10,7 @@ import torch
 import diffrate
 from diffrate.costs import Design, GemminiCost, MacCost, Workload
 from diffrate.costs.gemmini import PARAMETERS, buildable_designs, is_buildable
-from diffrate.costs.gemmini.matmul import Array, Energies, Shape, Tiling, cycles, energy_pj, tiling
+from diffrate.costs.gemmini.matmul import Array, Energies, Shape, Tiling, cycles, energy_pj, tiling, traffic
 from diffrate.errors import DiffRateError
 
 # FireSim cycle counts of a 16x16 Gemmini (published with ucb-bar/dosa, BSD-2):
@@ -256,3 +256,15 @@ def test_macs_are_those_of_the_products(deit, workload):
 def test_is_buildable_takes_many_designs():
     rows = torch.stack([Design().row(), Design(tile_rows=2).row()])
     assert is_buildable(rows).tolist() == [True, False]
+
+
+def test_what_does_not_fit_is_loaded_again():
+    """256 x 512 x 256 on 16x16 blocks with tiles of 5, 5, 8: 4 trips each way, so A comes J0 and B comes I0 times.
+
+    With all of K in one trip and two along J, B stays in the two halves of the scratchpad.
+    """
+    shape, array = Shape(*numbers(256, 512, 256)), Array.of(Design().row())
+    again = traffic(shape, array, Tiling(*numbers(5, 5, 8)))
+    assert (float(again.a), float(again.b)) == (4 * 256 * 512, 4 * 512 * 256)
+    stays = traffic(shape, array, Tiling(*numbers(5, 8, 32)))
+    assert (float(stays.a), float(stays.b)) == (2 * 256 * 512, 512 * 256)

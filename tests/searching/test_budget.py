@@ -165,14 +165,19 @@ def test_a_mix_meets_every_target_and_the_tightest_one_closely():
 
 
 def test_counts_rise_for_free_to_what_the_array_holds():
-    space = gemmini_space(mesh_rows=32, mesh_columns=32)
-    budget = Budget({"latency_ms": 0.6 * space.cost.price_of(None)["latency_ms"]})
-    kept = rounded(project(space.most, budget, space, space.freely()), budget, space)
-    used = float(space.used(torch.tensor(kept).double(), budget))
-    for block in range(1, 5):  # one more anywhere costs something, or would break the order
-        more = torch.tensor(kept).double()
-        more[block] += 1
-        assert more[block] > more[block - 1] or float(space.used(more, budget)) > used
+    """A 32x32 array takes 100 tokens in the time of 128, and 70 in that of 96; but energy counts every token."""
+    space = gemmini_space(mesh_rows=32, mesh_columns=32, bus_bits=512)
+    counts = torch.tensor([197.0, 100, 100, 70, 70, 1]).double()
+    latency, power = (float(space.price(counts)[m]) for m in ("latency_ms", "power_at_rate_mw"))
+    assert rounded(counts, Budget({"latency_ms": latency}), space) == [197, 128, 128, 96, 96, 1]
+    assert rounded(counts, Budget({"latency_ms": latency, "power_at_rate_mw": power}), space) == [
+        197,
+        100,
+        100,
+        70,
+        70,
+        1,
+    ]
 
 
 def test_hardware_budgets_below_what_is_possible_name_it():

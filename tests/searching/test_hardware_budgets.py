@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import timm
@@ -10,11 +11,14 @@ from PIL import Image
 
 import diffrate
 from conftest import TINY_FLAGS, check_refused, random_vit, write_image
-from diffrate.costs import Design, GemminiCost, LatencyTable, TableCost, Workload
+from diffrate import searching
+from diffrate.backbones import backbone_of
+from diffrate.costs import Costs, Design, GemminiCost, LatencyTable, MacCost, TableCost, Workload
 from diffrate.costs.gemmini import buildable_designs
 from diffrate.costs.table import BlockTimes, Fit, Series
-from diffrate.searching.budget import Budget
+from diffrate.searching.budget import Budget, Space, rounded
 from diffrate.searching.hardware import HardwareSearch
+from diffrate.searching.places import first_counts, places
 
 
 @pytest.fixture
@@ -67,11 +71,32 @@ def test_a_search_meets_milliseconds(model, data, recipe):
         assert schedule.made["budget_latency_ms"] == target
 
 
-def test_removals_that_cost_much_become_few(model, data):
-    cheap, dear = (run(model, data, "13ms", costs=[TableCost(table(ms))]).schedule for ms in (0.0, 0.9))
-    assert len(removing(cheap)) >= 2
-    assert len(removing(dear)) < len(removing(cheap))
-    assert dear.cost["latency_ms"] <= 13
+def test_removals_that_cost_much_become_few(model, data, monkeypatch):
+    """At 1.2 ms a removal, one in every block would leave little: with few places more tokens are kept."""
+    found = run(model, data, "14ms", costs=[TableCost(table(1.2))]).schedule
+    assert len(removing(found)) <= 2
+    assert 13 < found.cost["latency_ms"] <= 14
+    monkeypatch.setattr(searching.run, "best_places", lambda space, *_: space)
+    everywhere = run(model, data, "14ms", costs=[TableCost(table(1.2))]).schedule
+    assert found.cost["gmacs"] > everywhere.cost["gmacs"]
+
+
+def test_places_can_meet_the_budget_and_tie_what_lies_between(model):
+    backbone = backbone_of(model)
+    space = Space.of(backbone, Costs([MacCost.of_backbone(backbone), TableCost(table(1.2))]))
+    budget = Budget({"latency_ms": 12.0})
+    candidates = places(space, budget)
+    assert {len(c.ties) for c in candidates} >= {3, 4}  # one or two removals before the last block
+    for each in candidates:
+        assert [block for part in each.ties for block in part] == list(range(6))
+        counts = first_counts(each, budget)
+        kept = rounded(counts, budget, each)
+        assert all(len({kept[block] for block in part}) == 1 for part in each.ties)
+        assert 11 < float(each.price(torch.tensor(kept).double())["latency_ms"]) <= 12
+    # Dropping all but the class token in the last block would save 2 ms for 1.2: done; at 2.5 ms a removal, not.
+    assert all(c.ties[-1] == (5,) for c in candidates)
+    dear = replace(space, cost=Costs([MacCost.of_backbone(backbone), TableCost(table(2.5))]))
+    assert all(5 in c.ties[-1] and len(c.ties[-1]) > 1 for c in places(dear, Budget({"latency_ms": 14.0})))
 
 
 def test_a_mix_of_targets_on_gemmini(model, data):
