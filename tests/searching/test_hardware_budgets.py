@@ -294,6 +294,21 @@ def test_cosearch_learns_rates_and_design(model, data, tmp_path):
         diffrate.cosearch(model, data, "70%,5ms", output=tmp_path / "co")
 
 
+def test_cosearch_without_images_keeps_what_is_merged(model):
+    given = diffrate.Schedule((65, 60, 50, 40, 30, 20), (65, 55, 50, 35, 30, 15))
+    found = diffrate.cosearch(model, None, "50%,2ms", schedule=given, rounds=1, hardware_steps=2).schedule
+    assert diffrate.gmacs(model, found) <= 0.5 * diffrate.gmacs(model)
+    assert found.operator == given.operator
+    assert [p - m for p, m in zip(found.prune, found.merge, strict=True)][1:5] == [5, 0, 5, 0]
+
+
+def test_cosearch_leaves_the_model_alone_where_hardware_is_enough(model, data):
+    said = []
+    found = diffrate.cosearch(model, data, "1000ms", rounds=1, hardware_steps=2, say=said.append)
+    assert found.schedule.removes_nothing
+    assert any("hardware alone meets the budget" in line for line in said)
+
+
 @pytest.mark.slow
 def test_cosearch_command_on_the_papers_table(tmp_path, diffrate_cli):
     """DeiT-S without weights: the paper's order, and at equal MACs 5 % less time and power than MACs alone."""

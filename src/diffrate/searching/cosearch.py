@@ -108,9 +108,13 @@ def cosearch(
         own = space_on(design)
         within = _possible(target, own)
         say(f"round {turn + 1}: {design}")
+        every_token = torch.full_like(own.most, own.tokens)
         if data is None:
             assert start is not None
             found = _moved(start, within, own)
+        elif not own.over(every_token, within):
+            say("         the hardware alone meets the budget: a target in MACs would compress the model too")
+            found = Schedule.identity(own.depth, own.tokens, own.prefix)
         else:
             result = search(
                 model, data, within, costs=[GemminiCost(workload, design, slopes)], start=found, seed=seed,
@@ -143,8 +147,14 @@ def _moved(start: Schedule, budget: Budget, space: Space) -> Schedule:
     counts = torch.minimum(torch.maximum(space.searched(start), space.least), space.most)
     if space.over(counts, budget):
         counts = project(counts, budget, space, space.freely())
-    kept = space.every_block(rounded(counts, budget, space))
-    return Schedule(kept, kept, space.prefix, start.operator, start.model, start.img_size, made=start.made)
+    merge = space.every_block(rounded(counts, budget, space))
+    given = start.effective
+    before = [space.tokens, *merge[:-1]]
+    joined = [
+        p - m for p, m in zip(given.prune, given.merge, strict=True)
+    ]  # as many as before are merged, not pruned
+    prune = tuple(min(b, m + j) for b, m, j in zip(before, merge, joined, strict=True))
+    return Schedule(prune, merge, space.prefix, start.operator, start.model, start.img_size, made=start.made)
 
 
 def _new_folder(output: str | os.PathLike[str]) -> Path:

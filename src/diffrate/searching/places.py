@@ -39,9 +39,8 @@ def places(space: Space, budget: Budget) -> list[Space]:
     """Spaces with one to all blocks removing tokens, evenly spread, early and late, that can meet the budget."""
     blocks = len(space.least)
     last_is_free = bool(space.most[-1] > space.least[-1])
-    inner = (
-        blocks if last_is_free else blocks - 1
-    )  # a last block that keeps only the prefix stands for itself
+    # A last block that keeps only the prefix stands for itself.
+    inner = blocks if last_is_free else blocks - 1
     found = {}
     for removals in (*REMOVALS, inner - 1):
         for first in (1, 2, 3):
