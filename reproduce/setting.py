@@ -197,9 +197,10 @@ def setting(arguments: argparse.Namespace) -> Setting:
         search_data = search_datasets(model, arguments.data_dir, split=arguments.search_split)
     model.to(accelerator.device).eval()
     val = [(images.to(accelerator.device), labels.to(accelerator.device)) for images, labels in val]
+    budgets = [b.leading for b in parse_budgets(arguments.budgets, {"gmacs": diffrate.gmacs(model)})]
     made = Setting(
         arguments.model, model, val, search_data, accelerator,
-        parse_budgets(arguments.budgets, diffrate.gmacs(model)), arguments.steps, arguments.search_batch,
+        budgets, arguments.steps, arguments.search_batch,
         arguments.workers, arguments.json,
         float("inf") if arguments.minutes is None else started + 60 * arguments.minutes,
     )  # fmt: skip

@@ -4,8 +4,10 @@ from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError, UnsupportedModelError
 from diffrate.operator import Operator
+from diffrate.profiling import profile
 from diffrate.reduction import restore
 from diffrate.schedule import Schedule, ScheduleError
+from diffrate.searching.cosearch import CosearchResult, cosearch
 from diffrate.searching.run import SearchResult, search
 from diffrate.tokens import Tokens
 
@@ -13,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompressedModel",
+    "CosearchResult",
     "DiffRateError",
     "Operator",
     "Schedule",
@@ -21,7 +24,9 @@ __all__ = [
     "Tokens",
     "UnsupportedModelError",
     "compress",
+    "cosearch",
     "gmacs",
+    "profile",
     "restore",
     "search",
 ]

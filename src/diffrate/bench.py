@@ -66,7 +66,7 @@ def _runs(
     backbone = backbone_of(model)
     layout = backbone.layout
     space = Space.of(backbone, MacCost.of_backbone(backbone))
-    budget = share * space.cost.of_schedule(None)
+    budget = share * space.cost.price_of(None)["gmacs"]
     images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=device)
     labels = torch.randint(0, classes, (batch_size,), device=device)
 

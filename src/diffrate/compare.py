@@ -166,7 +166,7 @@ def _evaluated(
 def _budgets(budgets: str | Sequence[float], whole: float, costs: Sequence[float]) -> list[float]:
     """Budgets in falling order; without any, those of the schedules, of which nearly equal ones count once."""
     if isinstance(budgets, str):
-        return parse_budgets(budgets, whole)
+        return [budget.leading for budget in parse_budgets(budgets, {"gmacs": whole})]
     if budgets:
         return sorted(set(budgets), reverse=True)
     if not costs:

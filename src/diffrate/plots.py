@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffrate.compare import Compared
+    from diffrate.costs.gemmini import Design, Workload
+    from diffrate.schedule import Schedule
+    from diffrate.searching.budget import Budget
 
 
 def kept_plot(history: list[dict[str, Any]], path: Path) -> None:
@@ -23,7 +26,7 @@ def kept_plot(history: list[dict[str, Any]], path: Path) -> None:
             shade = 0.1 + 0.5 * i / max(len(entries) - 1, 1)
             axes.plot(entries[i]["kept"], color="tab:blue", alpha=shade, linewidth=0.8)
         axes.plot(entries[-1]["kept"], color="tab:red", marker="o", markersize=3, label="last step")
-        axes.set(title=f"{budget:.3g} GMACs", xlabel="block", ylabel="tokens kept", ylim=(0, None))
+        axes.set(title=budget, xlabel="block", ylabel="tokens kept", ylim=(0, None))
         axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -80,4 +83,31 @@ def accuracy_plot(compared: Compared, path: Path, speed: bool = False) -> None:
         axes.axhline(whole.top1, color="black", linewidth=0.5, linestyle=":")
         axes.set(xlabel=x, ylabel="top-1 %")
     panels[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def design_plot(workload: Workload, schedule: Schedule, chosen: Design, target: Budget, path: Path) -> None:
+    """Latency and power of a schedule on every design that can be built, by array size, and the chosen design."""
+    from matplotlib.figure import Figure
+
+    from diffrate.costs.gemmini import buildable_designs
+
+    designs = buildable_designs()
+    kept = [float(n) for n in schedule.effective.merge]
+    prices, own = workload.price(designs, kept), workload.price(chosen.row()[None], kept)
+    sides = designs[:, 0] * designs[:, 2]
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for side in sides.unique().tolist():
+        mine = sides == side
+        latency, power = prices["latency_ms"][mine], prices["power_at_rate_mw"][mine]
+        axes.scatter(latency, power, s=4, label=f"{side:.0f}x{side:.0f}")
+    axes.scatter(own["latency_ms"], own["power_at_rate_mw"], marker="*", s=120, color="black", label="chosen")
+    if "latency_ms" in target.targets:
+        axes.axvline(target.targets["latency_ms"], color="grey", linestyle=":")
+    if "power_at_rate_mw" in target.targets:
+        axes.axhline(target.targets["power_at_rate_mw"], color="grey", linestyle=":")
+    axes.set(xscale="log", yscale="log", xlabel="latency, ms", ylabel="power at the given rate, mW")
+    axes.set_title(f"{len(designs):,} designs; dotted: targets {target}", fontsize="medium")
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)

@@ -28,6 +28,11 @@ def write_results(
     write_text(Path(path), json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Plain values as JSON, whole or not at all."""
+    write_text(path, json.dumps(values, allow_nan=False) + "\n")
+
+
 def origin(command: str, device: torch.device | None = None) -> dict[str, Any]:
     """What produced a result: command, code, libraries, machine and date."""
     return {

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from diffrate.errors import UnsupportedModelError
 from diffrate.tokens import Tokens
 
 
@@ -61,6 +62,15 @@ class BlockMacs(NamedTuple):
     attention_token: float
     attention_pair: float
     mlp_token: float
+
+
+class BlockProducts(NamedTuple):
+    """Matrix products of one block: linear layers (in, out) on the tokens in attention and in the MLP, and heads."""
+
+    attention: tuple[tuple[int, int], ...]
+    heads: int
+    head_dim: int
+    mlp: tuple[tuple[int, int], ...]
 
 
 class Backbone(ABC):
@@ -115,3 +125,11 @@ class Backbone(ABC):
     @abstractmethod
     def head_macs(self) -> tuple[float, float]:
         """MACs of the head: fixed, and per token where it looks at every token."""
+
+    def block_products(self, i: int) -> BlockProducts:
+        """The shapes of block i's matrix products, which accelerators need beside their MACs."""
+        raise UnsupportedModelError(f"{type(self.model).__name__} has no hardware costs yet, only MACs")
+
+    def edge_products(self) -> list[tuple[int, int, int]]:
+        """(rows, in, out) of the matrix products before and after the blocks."""
+        raise UnsupportedModelError(f"{type(self.model).__name__} has no hardware costs yet, only MACs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, ClassVar, cast
 
 from timm.layers import Attention as TimmAttention
@@ -11,7 +12,7 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 
-from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout
 from diffrate.errors import UnsupportedModelError
 from diffrate.tokens import Tokens
 
@@ -174,10 +175,33 @@ class TimmViT(Backbone):
         fixed += pool.latent_len * per_latent
         return fixed, per_token
 
+    def block_products(self, i: int) -> BlockProducts:
+        block = self.model.blocks[i]
+        attn = block.attn
+        return BlockProducts(_linear_shapes(attn), attn.num_heads, attn.head_dim, _linear_shapes(block.mlp))
+
+    def edge_products(self) -> list[tuple[int, int, int]]:
+        model = self.model
+        convolutions = [m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d)]
+        if len(convolutions) != 1 or model.attn_pool is not None:
+            self._refuse_hardware("its embedding or its pooling is more than one matrix product")
+        pixels = convolutions[0].in_channels * math.prod(convolutions[0].kernel_size)
+        heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
+        around = [(self.layout.tokens - self.layout.prefix, pixels, convolutions[0].out_channels)]
+        return around + [(1, i, o) for head in heads for i, o in _linear_shapes(head)]
+
+    def _refuse_hardware(self, reason: str) -> None:
+        raise UnsupportedModelError(f"{type(self.model).__name__} has no hardware costs, only MACs: {reason}")
+
 
 def _linear_macs(module: nn.Module) -> float:
     """MACs per token of every linear layer inside a module."""
     return float(sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear)))
+
+
+def _linear_shapes(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """(in, out) of every linear layer inside a module."""
+    return tuple((m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def _input_channels(patch_embed: nn.Module) -> int:

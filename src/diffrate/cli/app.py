@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import diffrate
-from diffrate.cli import bench, comparison, demo, evaluation, schedules, search, train
+from diffrate.cli import bench, comparison, cosearch, demo, evaluation, profile, schedules, search, train
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
 
@@ -24,6 +24,8 @@ app.command("schedules")(schedules.schedules)
 app.command("macs")(schedules.macs)
 app.command("compress")(schedules.compress)
 app.command("search")(search.search_command)
+app.command("cosearch")(cosearch.cosearch_command)
+app.command("profile")(profile.profile_command)
 app.command("eval")(evaluation.eval_command)
 app.command("methods")(comparison.methods)
 app.command("compare")(comparison.compare_command)

@@ -11,8 +11,10 @@ import typer
 from accelerate import Accelerator
 from timm.data import Mixup
 
+from diffrate.cli import costs as c
 from diffrate.cli import options as o
 from diffrate.cli.output import counts, note, save_json, show_table
+from diffrate.costs.base import METRICS
 from diffrate.data import preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
@@ -28,7 +30,11 @@ def search_command(
     model: o.ModelName,
     budget: Annotated[
         str,
-        typer.Option(help="0.8G (GMACs), 60%, or several: 1.0G,0.9G,0.8G.", rich_help_panel=SEARCH),
+        typer.Option(
+            help="0.8G (GMACs), 60%, 2.1ms, 90mW or 5mJ; different ones are met together, several of one kind are "
+            "several searches: 1.0G,0.9G,0.8G.",
+            rich_help_panel=SEARCH,
+        ),
     ],
     output: Annotated[
         Path, typer.Option(help="Folder for schedule, history and plot.", rich_help_panel=SEARCH)
@@ -47,6 +53,13 @@ def search_command(
     mean: o.Mean = None,
     std: o.Std = None,
     interpolation: o.Interpolation = None,
+    profile_table: c.ProfileTable = None,
+    profile_batch_size: c.ProfileBatchSize = None,
+    profile_dtype: c.ProfileDtype = None,
+    any_table: c.AnyTable = False,
+    hardware: c.Hardware = None,
+    clock_mhz: c.ClockMhz = c.CLOCK,
+    dram_pj: c.DramPj = 0.0,
     recipe: Annotated[
         str,
         typer.Option(
@@ -89,6 +102,8 @@ def search_command(
 
     About 1,000 images are enough, with or without classes. Several processes: accelerate launch -m diffrate search …
 
+    A budget in ms needs a table of `diffrate profile` for this machine, or --hardware; mW and mJ need --hardware.
+
     Example: diffrate search --model deit_small_patch16_224 --data-dir images --budget 60% --output runs/deit
     """
     check_target(json)
@@ -101,6 +116,9 @@ def search_command(
     if recipe == "paper":
         kwargs = {"drop_path_rate": 0.1, **kwargs}
     whole = load_model(model, checkpoint, pretrained, num_classes, size, kwargs)
+    costs = c.read_costs(
+        whole, model, device, profile_table, profile_batch_size, profile_dtype, any_table, hardware, clock_mhz, dram_pj
+    )  # fmt: skip
     data = search_datasets(
         whole, data_dir, dataset, split, labels=recipe == "paper", heavy=recipe == "paper", img_size=size,
         crop_pct=crop_pct, mean=mean, std=std, interpolation=interpolation, class_map=class_map,
@@ -120,8 +138,9 @@ def search_command(
         if not accelerator.trackers:
             raise DiffRateError(f"the tracker {tracker} is not installed")
     result = search(
-        whole, data, budget, recipe=recipe, steps=steps, batch_size=batch_size, held_out=held_out, mix=mix, seed=seed,
-        workers=workers, accelerator=accelerator, output=output, resume=resume, name=model, origin=origin,
+        whole, data, budget, recipe=recipe, costs=costs, steps=steps, batch_size=batch_size, held_out=held_out,
+        mix=mix, seed=seed, workers=workers, accelerator=accelerator, output=output, resume=resume, name=model,
+        origin=origin,
     )  # fmt: skip
     accelerator.end_training()
     if accelerator.is_main_process:
@@ -155,19 +174,19 @@ def _accelerator(
 
 
 def _show(result: SearchResult, output: Path) -> None:
+    metrics = [metric for metric in METRICS if metric in result.schedule.cost]
     show_table(
-        ["budget G", "GMACs", "divergence", "best step", "kept tokens per block"],
+        ["budget", *(METRICS[m].words for m in metrics), "divergence", "best step", "kept tokens per block"],
         [
             [
-                f"{s.made['budget_gmacs']:.4g}",
-                f"{s.cost['gmacs']:.4f}",
+                s.made["budget"],
+                *(f"{s.cost[metric]:.4g}" for metric in metrics),
                 f"{s.made['held_out_divergence']:.4f}",
                 s.made["best_step"],
                 counts(s.merge),
             ]
             for s in result.schedules
         ],
-        text=0,
     )
     if result.unreadable:
         note(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffrate.backbones import Backbone, backbone_of
+from diffrate.costs.base import CostModel, attention_counts
 from diffrate.modes import evaluating
 from diffrate.schedule import Schedule
 
@@ -21,7 +22,7 @@ GIGA = 1e9
 
 
 @dataclass(frozen=True)
-class MacCost:
+class MacCost(CostModel):
     """The MACs of one model as a function of the tokens in each block; differentiable in real-valued counts.
 
     fixed            embedding and classifier.
@@ -35,6 +36,10 @@ class MacCost:
     attention_pair: Tensor
     mlp_token: Tensor
     head_token: float
+
+    @property
+    def depth(self) -> int:
+        return len(self.mlp_token)
 
     @classmethod
     def of(cls, model: nn.Module) -> MacCost:
@@ -51,8 +56,7 @@ class MacCost:
     def gmacs(self, kept: Tensor | Sequence[float]) -> Tensor:
         """GMACs when block l hands `kept[..., l]` tokens to its MLP; leading dimensions are a batch of schedules."""
         mlp = torch.as_tensor(kept, dtype=torch.float64)
-        first = torch.full_like(mlp[..., :1], self.tokens)
-        attention = torch.cat([first, mlp[..., :-1]], dim=-1)
+        attention = attention_counts(mlp, self.tokens)
         device = mlp.device
         per_block = (
             attention * self.attention_token.to(device)
@@ -61,10 +65,11 @@ class MacCost:
         )
         return (per_block.sum(dim=-1) + self.fixed + self.head_token * mlp[..., -1]) / GIGA
 
+    def price(self, kept: Tensor) -> dict[str, Tensor]:
+        return {"gmacs": self.gmacs(kept)}
+
     def of_schedule(self, schedule: Schedule | None) -> float:
-        if schedule is None:
-            return float(self.gmacs([float(self.tokens)] * len(self.mlp_token)))
-        return float(self.gmacs([float(n) for n in schedule.effective.merge]))
+        return self.price_of(schedule)["gmacs"]
 
 
 def gmacs(model: nn.Module, schedule: Schedule | None = None) -> float:

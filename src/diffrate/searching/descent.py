@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffrate.searching.budget import Space, project
+from diffrate.searching.budget import Budget, Space, project
 
 AVERAGED = 0.4  # share of the way so far, at its end, whose counts are averaged
 
@@ -24,7 +24,7 @@ class Descent:
     """One descent from `counts` (L,) in `steps` steps; `state` and `restore` let it stop and go on at any step."""
 
     counts: Tensor
-    budget: float
+    budget: Budget | float
     space: Space
     steps: int
     first_step: float = 1.0
@@ -57,6 +57,7 @@ class Descent:
         length = self.last_step + (self.first_step - self.last_step) * 0.5 * (
             1 + math.cos(math.pi * progress)
         )
+        slopes = _shared(slopes, self.space)
         direction = self.scale() * torch.where(self.space.free, slopes, torch.zeros_like(slopes))
         # Only what trades tokens between blocks counts: the share along the budget is undone by the projection.
         normal = self.along_budget()
@@ -86,10 +87,10 @@ class Descent:
         self.path, self.done, self.mean_square = list(state["path"]), state["done"], state["mean_square"]
 
     def cost_gradient(self) -> Tensor:
-        """(L,) GMACs of one more token in each block that has a choice."""
+        """(L,) what one more token in each block that has a choice takes of the budget."""
         with torch.enable_grad():
             counts = self.counts.clone().requires_grad_(True)
-            (slope,) = torch.autograd.grad(self.space.gmacs(counts), counts)
+            (slope,) = torch.autograd.grad(self.space.used(counts, self.budget), counts)
         return torch.where(self.space.free, slope, torch.zeros_like(slope))
 
     def answer(self) -> Tensor:
@@ -106,7 +107,11 @@ def perturbed(kept: list[int], space: Space, share: float, up: list[bool]) -> li
     A block level with both neighbours can only go down, and takes those after it along.
     """
     changed = []
+    joined = {block: part[0] for part in space.ties or () for block in part if len(part) > 1}
     for i, n in enumerate(kept):
+        if i in joined:  # down, which takes the others along; the first one speaks for all
+            changed.append(max(int(space.least[i]), n - max(2, round(share * n))) if joined[i] == i else n)
+            continue
         least, most = int(space.least[i]), int(space.most[i])
         change = max(2, round(share * n))
         above = min(most, kept[i - 1] if i else n)
@@ -124,3 +129,13 @@ def perturbed(kept: list[int], space: Space, share: float, up: list[bool]) -> li
         else:
             changed.append(max(least, n - change))
     return changed
+
+
+def _shared(slopes: Tensor, space: Space) -> Tensor:
+    """(L',) slopes with what the first of tied blocks stands for divided among them."""
+    if space.ties is None:
+        return slopes
+    slopes = slopes.clone()
+    for part in space.ties:
+        slopes[list(part)] = slopes[part[0]] / len(part)
+    return slopes

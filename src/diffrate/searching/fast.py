@@ -18,7 +18,7 @@ from diffrate.backbones import backbone_of
 from diffrate.operator import Operator
 from diffrate.published import profiles
 from diffrate.schedule import Schedule
-from diffrate.searching.budget import Space, project, rounded
+from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.descent import Descent, perturbed
 from diffrate.searching.held_out import HeldOut, divergence, logits_of
 from diffrate.searching.slopes import variant_logits
@@ -38,7 +38,7 @@ class FastRecipe:
         model: nn.Module,
         space: Space,
         operator: Operator,
-        budget: float,
+        budget: Budget | float,
         steps: int,
         start: Tensor,
         seed: int,
@@ -56,7 +56,7 @@ class FastRecipe:
         """Measure the slopes on these images and move the counts; returns the loss at the counts before."""
         self.model.eval()
         kept = self.counts()
-        draw = random.Random(f"{self.seed}-{self.descent.budget}-{self.descent.done}")
+        draw = random.Random(f"{self.seed}-{Budget.of(self.descent.budget).leading}-{self.descent.done}")
         changed = perturbed(kept, self.descent.space, SHARE, [draw.random() < 0.5 for _ in kept])
         logits = variant_logits(self.backbone, images, kept, changed, self.operator)
         each = divergence(logits_of(self.model, images), logits)  # (1 + L', B)
@@ -93,7 +93,7 @@ def schedule_of(counts: list[int], space: Space, operator: Operator) -> Schedule
 
 
 def best_start(
-    space: Space, budget: float, operator: Operator, held_out: HeldOut, last: Schedule | None
+    space: Space, budget: Budget | float, operator: Operator, held_out: HeldOut, last: Schedule | None
 ) -> Tensor:
     """Where to begin: at the answer for the budget before, or at the best of a few simple schedules."""
     if last is not None:
@@ -108,7 +108,7 @@ def best_start(
     return min(candidates, key=loss)
 
 
-def starts(space: Space, budget: float) -> list[Tensor]:
+def starts(space: Space, budget: Budget | float) -> list[Tensor]:
     """Schedules on the budget to begin from: simple ones, and the shape that the paper's searches found.
 
     Simple: image tokens falling by a constant factor, or as 1 - a d^p. The paper's: of the published schedules,
@@ -121,12 +121,12 @@ def starts(space: Space, budget: float) -> list[Tensor]:
             ideal = space.prefix + (space.tokens - space.prefix) * shape(a)
             return torch.minimum(torch.maximum(ideal, space.least), space.most)
 
-        if float(space.gmacs(counts(1.0))) > budget:
+        if space.over(counts(1.0), budget):
             return None
         low, high = 0.0, 1.0
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (middle, high) if float(space.gmacs(counts(middle))) > budget else (low, middle)
+            low, high = (middle, high) if space.over(counts(middle), budget) else (low, middle)
         return project(counts(high), budget, space, space.freely())
 
     def power(p: float) -> Callable[[float], Tensor]:
@@ -139,7 +139,7 @@ def starts(space: Space, budget: float) -> list[Tensor]:
     return [counts for counts in found if counts is not None]
 
 
-def _published_start(space: Space, budget: float) -> Tensor:
+def _published_start(space: Space, budget: Budget | float) -> Tensor:
     def stretched(profile: list[float]) -> Tensor:
         blocks = len(profile)
         depth = torch.linspace(0, blocks - 1, len(space.least), dtype=torch.float64)
@@ -149,5 +149,5 @@ def _published_start(space: Space, budget: float) -> Tensor:
         ideal = space.prefix + (space.tokens - space.prefix) * mixed
         return torch.minimum(torch.maximum(ideal, space.least), space.most)
 
-    nearest = min(map(stretched, profiles()), key=lambda counts: abs(float(space.gmacs(counts)) - budget))
+    nearest = min(map(stretched, profiles()), key=lambda counts: abs(float(space.used(counts, budget)) - 1))
     return project(nearest, budget, space, space.freely())

@@ -19,7 +19,7 @@ from torch import Tensor
 from diffrate.errors import DiffRateError, shown
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
-from diffrate.searching.budget import Space
+from diffrate.searching.budget import Budget, Space
 from diffrate.searching.descent import AVERAGED
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages, seeded
@@ -43,7 +43,7 @@ class Settings:
     """What a search was asked to do: two runs with equal settings and images end in the same schedules."""
 
     recipe: str
-    budgets: list[float]
+    budgets: list[Budget]
     operator: Operator
     steps: int
     batch_size: int
@@ -88,7 +88,7 @@ class Loop:
         space: Space,
         images: SearchImages,
         held_out: HeldOut,
-        begin: Callable[[float, int, Schedule | None], Course],
+        begin: Callable[[Budget, int, Schedule | None], Course],
         check_labels: Callable[[Tensor], None],
         accelerator: Accelerator,
         folder: RunFolder,
@@ -173,12 +173,13 @@ class Loop:
             )
         return loss
 
-    def _record(self, kept: list[int], loss: float | Tensor, budget: float) -> dict[str, Any]:
+    def _record(self, kept: list[int], loss: float | Tensor, budget: Budget) -> dict[str, Any]:
         loss, step = float(loss), self.now.step - 1
-        gmacs = float(self.space.gmacs(torch.tensor(kept[: len(self.space.least)], dtype=torch.float64)))
-        entry = {"budget": budget, "step": step, "loss": loss, "gmacs": gmacs, "kept": kept}
+        prices = self.space.price(torch.tensor(kept[: len(self.space.least)], dtype=torch.float64))
+        costs = {metric: float(price) for metric, price in prices.items()}
+        entry = {"budget": str(budget), "step": step, "loss": loss, **costs, "kept": kept}
         self.now.history.append(entry)
-        self.accelerator.log({"loss": loss, "gmacs": gmacs}, step=len(self.now.history))
+        self.accelerator.log({"loss": loss, **costs}, step=len(self.now.history))
         return entry
 
     def _check(self, course: Course, steps: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,11 +17,10 @@ from diffrate.masking import masked_logits
 from diffrate.operator import Operator
 from diffrate.proxy import DiscreteProxy
 from diffrate.schedule import Schedule
-from diffrate.searching.budget import Space, project, rounded
+from diffrate.searching.budget import LAMBDAS, Budget, Space, project, rounded
 from diffrate.searching.replay import Replayed
 
 OPERATOR = Operator()
-LAMBDA = 5.0  # weight of (GMACs - budget)^2
 LEARNING_RATE = (0.01, 0.001)
 GRANULARITY = 4
 SCALE = 4096.0  # of the loss in the backward pass: in half precision small gradients would vanish
@@ -40,10 +39,11 @@ class PaperRecipe:
         model: nn.Module,
         space: Space,
         operator: Operator,
-        budget: float,
+        budget: Budget | float,
         steps: int,
         reduce: Callable[[Tensor], Tensor],
         mix: Mix | None = None,
+        lambdas: Mapping[str, float] = LAMBDAS,
     ) -> None:
         if operator.operation == "merge-prune" or operator.choice != "rank":
             raise DiffRateError(
@@ -58,7 +58,8 @@ class PaperRecipe:
             )
         self.model, self.space, self.operator = model, space, operator
         self.backbone = backbone_of(model)
-        self.budget, self.steps, self.reduce, self.mix, self.done = budget, steps, reduce, mix, 0
+        self.budget, self.lambdas = Budget.of(budget), lambdas
+        self.steps, self.reduce, self.mix, self.done = steps, reduce, mix, 0
         self.compressed = list(range(1, layout.depth if layout.compresses_last_block else layout.depth - 1))
         device = next(model.parameters()).device
         patches = layout.tokens - layout.prefix
@@ -82,8 +83,8 @@ class PaperRecipe:
         self.optimizer.param_groups[0]["lr"] = rate
         task, *gradients = self.gradients(images, labels)
         with torch.enable_grad():
-            over = self.gmacs(self.prune().count, self.merge().count) - self.budget
-            penalties = self._grad(LAMBDA * over.square())
+            over = self.budget.loss(self.price(self.prune().count, self.merge().count), self.lambdas)
+            penalties = self._grad(over)
         for parameter, gradient, penalty in zip(self.parameters, gradients, penalties, strict=True):
             # Each process has its share of the batch: the sum of shares is the gradient of the whole.
             share = torch.cat([gradient.flatten() * len(images), gradient.new_tensor([len(images)])])
@@ -105,7 +106,7 @@ class PaperRecipe:
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, found, strict=True)]
 
-    def gmacs(self, prune: Tensor, merge: Tensor) -> Tensor:
+    def price(self, prune: Tensor, merge: Tensor) -> dict[str, Tensor]:
         """Algorithm 2: the running minimum of the counts; straight through it, every block gets its own gradient."""
         prefix, device = self.backbone.layout.prefix, prune.device
         own = torch.minimum(prune, merge) if self.operator.operation == "prune-merge" else merge
@@ -114,7 +115,7 @@ class PaperRecipe:
         effective = own + (running - own).detach()
         uncompressed_last = self.backbone.layout.depth - 1 - len(self.compressed)
         kept = torch.cat([before, effective, effective[-1:].expand(uncompressed_last)]) + prefix
-        return self.space.cost.gmacs(kept.double())
+        return self.space.cost.price(kept.double())
 
     @torch.no_grad()
     def raw(self) -> Schedule:

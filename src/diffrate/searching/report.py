@@ -12,8 +12,10 @@ import rich.progress as bars
 from accelerate import Accelerator
 from rich.console import Console
 
+from diffrate.costs.base import METRICS
 from diffrate.errors import DiffRateError
 from diffrate.schedule import write_text
+from diffrate.searching.budget import Budget
 
 if TYPE_CHECKING:
     from diffrate.searching.run import SearchResult
@@ -80,7 +82,7 @@ class RunFolder:
 
         for schedule in result.schedules:
             single = len(result.schedules) == 1
-            file = "schedule.json" if single else f"schedule-{schedule.made['budget_gmacs']:.4g}G.json"
+            file = "schedule.json" if single else f"schedule-{schedule.made['budget'].replace(',', '-')}.json"
             schedule.save(self.path / file)
         self._write(
             "history.json",
@@ -106,7 +108,7 @@ class RunFolder:
 
 
 class Progress:
-    """One bar a budget: loss, MACs against the budget and the schedule so far."""
+    """One bar a budget: loss, costs against the budget and the schedule so far."""
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
@@ -128,8 +130,8 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    def start(self, budget: float, steps: int, done: int) -> None:
-        self.task = self.bar.add_task(f"{budget:.3g} G", total=steps, completed=done, state="")
+    def start(self, budget: Budget, steps: int, done: int) -> None:
+        self.task = self.bar.add_task(str(budget), total=steps, completed=done, state="")
 
     def update(self, entry: dict[str, Any] | None) -> None:
         assert self.task is not None
@@ -137,5 +139,6 @@ class Progress:
             self.bar.update(self.task, advance=1)
             return
         kept = " ".join(map(str, entry["kept"]))
-        state = f"loss {entry['loss']:.4f}  {entry['gmacs']:.3f} of {entry['budget']:.3f} G  kept {kept}"
+        costs = Budget({metric: entry[metric] for metric in METRICS if metric in entry})
+        state = f"loss {entry['loss']:.4f}  {costs} of {entry['budget']}  kept {kept}"
         self.bar.update(self.task, advance=1, state=state)

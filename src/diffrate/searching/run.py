@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,16 +17,18 @@ from torch.utils.data import Dataset
 import diffrate
 from diffrate.backbones import backbone_of
 from diffrate.compressed import CompressedModel, checked_operator
+from diffrate.costs.base import CostModel, Costs
 from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
 from diffrate.modes import frozen
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching import fast, paper
-from diffrate.searching.budget import Space, check_budget, parse_budgets
+from diffrate.searching.budget import LAMBDAS, Budget, Space, check_budget, parse_budgets
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.loop import Course, Loop, Settings, Snapshot
+from diffrate.searching.places import best_places
 from diffrate.searching.report import Progress, RunFolder
 
 RECIPES = ("fast", "paper")
@@ -57,9 +59,11 @@ class SearchResult:
 def search(
     model: nn.Module,
     data: Dataset[Any] | tuple[Dataset[Any], Dataset[Any]],
-    budget: str | float,
+    budget: str | float | Budget,
     *,
     recipe: str = "fast",
+    costs: Sequence[CostModel] = (),
+    start: Schedule | None = None,
     operator: Operator | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
@@ -67,6 +71,7 @@ def search(
     checks: int = 10,
     patience: int = 3,
     mix: paper.Mix | None = None,
+    lambdas: Mapping[str, float] | None = None,
     seed: int = 0,
     workers: int = 0,
     accelerator: Accelerator | None = None,
@@ -80,11 +85,15 @@ def search(
 
     data        a dataset of (image, label) or of images, or a pair of datasets of the same images, augmented and plain:
                 the search learns on the first and checks on held-out images of the second.
-    budget      GMACs as a number or "0.8G", a share as "60%", or several: "1.0G,0.9G,0.8G".
+    budget      GMACs as a number or "0.8G", a share as "60%", or what `costs` price: "2.1ms", "90mW", "5mJ". Different
+                metrics are met together ("2.9G,37ms"); several values of one are one search each: "1.0G,0.9G,0.8G".
+    costs       cost models beside MACs: a measured table (diffrate.costs.LatencyTable) or an accelerator (GemminiCost).
+    start       a schedule to begin from; without, the best of a few simple ones.
     recipe      "fast": no labels, minutes, about 1,000 images; "paper": the published method.
     held_out    share of the images kept apart; they decide, `checks` times a budget, whether an earlier schedule was
                 clearly better and, after `patience` such checks in a row in the last part, when to stop.
     mix         for the paper's recipe: mixes a batch of images and labels (timm's Mixup).
+    lambdas     for the paper's recipe: weight of each metric's loss.
     output      folder for schedule, history, configuration and plot; with `resume` an interrupted search there goes on,
                 if `origin` (where weights and images come from) and everything else are the same.
     """
@@ -97,9 +106,9 @@ def search(
     accelerator = accelerator or Accelerator(mixed_precision="fp16" if torch.cuda.is_available() else "no")
     model.to(accelerator.device)
     backbone = backbone_of(model)
-    space = Space.of(backbone, MacCost.of_backbone(backbone))
-    whole = space.cost.of_schedule(None)
-    budgets = parse_budgets(budget, whole) if isinstance(budget, str) else [float(budget)]
+    space = Space.of(backbone, Costs([MacCost.of_backbone(backbone), *costs]))
+    whole = space.cost.price_of(None)
+    budgets = parse_budgets(budget, whole) if isinstance(budget, str) else [Budget.of(budget)]
     for target in budgets:
         check_budget(target, space)
     defaults = DEFAULTS[recipe, "cpu" if accelerator.device.type == "cpu" else "cuda"]
@@ -113,7 +122,8 @@ def search(
     if settings.batch_size < accelerator.num_processes:
         raise DiffRateError(f"{accelerator.num_processes} processes need a batch of at least as many images")
     config = {
-        **asdict(settings), "model": name, "images": images.count, "tokens": space.tokens, "gmacs": whole,
+        **asdict(settings), "model": name, "images": images.count, "tokens": space.tokens, "whole": whole,
+        "costs": [cost.describe() for cost in costs], "lambdas": dict(lambdas or {}),
         "precision": accelerator.mixed_precision, "origin": dict(origin or {}),
     }  # fmt: skip
     folder = RunFolder(output, config, resume, accelerator)
@@ -124,12 +134,13 @@ def search(
             total: Tensor = accelerator.reduce(sums, reduction="sum")
             return total
 
-        def begin(budget: float, steps: int, last: Schedule | None) -> Course:
-            common = (model, space, settings.operator, budget, steps)
+        def begin(budget: Budget, steps: int, last: Schedule | None) -> Course:
             if recipe == "paper":
-                return paper.PaperRecipe(*common, reduce, mix)
-            start = fast.best_start(space, budget, settings.operator, held, last)
-            return fast.FastRecipe(*common, start, seed, reduce)
+                common = (model, space, settings.operator, budget, steps)
+                return paper.PaperRecipe(*common, reduce, mix, {**LAMBDAS, **(lambdas or {})})
+            where = best_places(space, budget, settings.operator, held)
+            first = fast.best_start(where, budget, settings.operator, held, last or start)
+            return fast.FastRecipe(model, where, settings.operator, budget, steps, first, seed, reduce)
 
         def check_labels(labels: Tensor) -> None:
             if recipe == "paper":
@@ -160,10 +171,11 @@ def _finished(
             "by": f"diffrate {diffrate.__version__} search",
             **{name: config[name] for name in ("recipe", "batch_size", "seed", "images")},
             "steps": settings.steps_for(i),
-            "budget_gmacs": budget,
+            "budget": str(budget),
+            **{f"budget_{metric}": target for metric, target in budget.targets.items()},
             "held_out_divergence": best["divergence"],
             "best_step": best["step"],
         }
-        cost = {"gmacs": space.cost.of_schedule(schedule)}
+        cost = space.cost.price_of(schedule)
         schedules.append(replace(schedule, model=config["model"], img_size=img_size, cost=cost, made=made))
     return schedules

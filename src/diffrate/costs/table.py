@@ -1,0 +1,201 @@
+"""A measured latency table: what attention, MLP and the removal of tokens take on one machine, and its cost model.
+
+A table belongs to one model, device, batch size, number type and operator. Times are smoothed by isotonic regression:
+as measured they are not monotone, and a search would chase the noise. `diffrate.profiling` makes tables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffrate.backbones import Layout
+from diffrate.costs.base import CostModel, attention_counts, mean_slopes, read
+from diffrate.errors import DiffRateError, shown
+from diffrate.isotonic import rising
+from diffrate.schedule import write_text
+
+FORMAT = "diffrate.latency_table"
+VERSION = 1
+WINDOW = 8  # tokens over which slopes are averaged
+
+
+@dataclass(frozen=True)
+class Series:
+    """Milliseconds at some token counts, as measured: medians, and the spread of the middle half."""
+
+    n: list[int]
+    ms: list[float]
+    spread: list[float]
+
+    def every_count(self, tokens: int) -> Tensor:
+        """(tokens + 1,) never falling ms for 0 … tokens tokens: smoothed, and straight between what was measured."""
+        smooth = rising(torch.tensor(self.ms, dtype=torch.float64))
+        known = torch.tensor(self.n, dtype=torch.float64)
+        at = torch.arange(tokens + 1, dtype=torch.float64).clamp(known[0], known[-1])
+        above = torch.searchsorted(known, at).clamp(1, len(known) - 1)
+        share = (at - known[above - 1]) / (known[above] - known[above - 1])
+        return smooth[above - 1] + share * (smooth[above] - smooth[above - 1])
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """One kind of block: its attention, with token sizes in force; its MLP; and what removing tokens adds.
+
+    whole   ms of attention on all tokens, before any have sizes; `last` removing all but the prefix.
+    """
+
+    attention: Series
+    mlp: Series
+    remove: Series
+    last: Series
+    whole: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a sum of parts becomes the time of a whole model: scales of blocks and of removals, and an offset in ms."""
+
+    blocks: float = 1.0
+    removals: float = 1.0
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """What was measured, where, and how well its sums predict whole models (`checks`)."""
+
+    model: str | None
+    depth: int
+    dim: int
+    tokens: int
+    prefix: int
+    device: str
+    dtype: str
+    batch_size: int
+    torch: str
+    operator: dict[str, Any]
+    kinds: list[BlockTimes]
+    kind_of: list[int]
+    around: float  # ms of embedding and head
+    fit: Fit
+    checks: list[dict[str, Any]]
+
+    def check(
+        self,
+        layout: Layout,
+        model: str | None,
+        device: str,
+        batch_size: int | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        """Refuse to be used for another model, device, batch size or number type."""
+        mine = (self.depth, self.dim, self.tokens, self.prefix)
+        shapes = ("blocks", "wide", "tokens", "prefix tokens")
+        theirs = (layout.depth, layout.dim, layout.tokens, layout.prefix)
+        named = self.model is not None and model is not None
+        if named and str(self.model).split(".")[0] != str(model).split(".")[0]:
+            self._refuse("model", self.model, model)
+        if mine != theirs:
+            in_words = [", ".join(f"{v} {w}" for v, w in zip(s, shapes, strict=True)) for s in (mine, theirs)]
+            self._refuse("model", *in_words)
+        if self.device != device:
+            self._refuse("device", self.device, device)
+        if batch_size is not None and self.batch_size != batch_size:
+            self._refuse("batch size", self.batch_size, batch_size)
+        if dtype is not None and self.dtype != dtype:
+            self._refuse("number type", self.dtype, dtype)
+
+    def _refuse(self, what: str, mine: object, theirs: object) -> None:
+        raise DiffRateError(
+            f"the latency table was measured for another {what}: {shown(mine)}, not {shown(theirs)}; "
+            "profile again, or say that it may be used anyway"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        write_text(Path(path), json.dumps(values, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LatencyTable:
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DiffRateError(f"cannot read the latency table {path}: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise DiffRateError(f"{path} is not a JSON latency table: {error}") from error
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise DiffRateError(f"{path} is no latency table; `diffrate profile` makes one")
+        if values.pop("version", None) != VERSION:
+            raise DiffRateError(f"{path} is a latency table of another version than {VERSION}; profile again")
+        try:
+            kinds = [
+                BlockTimes(**{name: _series(part) for name, part in kind.items()})
+                for kind in values.pop("kinds")
+            ]
+            table = cls(kinds=kinds, fit=Fit(**values.pop("fit")), **values)
+            TableCost(table).price_of(None)
+        except (TypeError, KeyError, AttributeError, ValueError, IndexError, RuntimeError) as error:
+            raise DiffRateError(f"{path} is not a whole latency table: {error}") from error
+        return table
+
+
+def _series(part: Any) -> Any:
+    return Series(**part) if isinstance(part, Mapping) else part
+
+
+class TableCost(CostModel):
+    """Milliseconds of a batch, by a measured table."""
+
+    charges_removal = True
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.table, self.tokens = table, table.tokens
+        self.parts = [
+            {
+                name: getattr(kind, name).every_count(self.tokens)
+                for name in ("attention", "mlp", "remove", "last")
+            }
+            for kind in table.kinds
+        ]
+
+    @property
+    def depth(self) -> int:
+        return self.table.depth
+
+    def price(self, kept: Tensor) -> dict[str, Tensor]:
+        blocks, removals = self.sums(kept)
+        fit = self.table.fit
+        return {"latency_ms": fit.blocks * blocks + fit.removals * removals + fit.offset}
+
+    def sums(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """(...) ms of all parts that do the model's own work, and of removing tokens, as the table has them."""
+        mlp = torch.as_tensor(kept, dtype=torch.float64)
+        attention = attention_counts(mlp, self.tokens)
+        blocks = torch.full_like(mlp[..., 0], self.table.around)
+        removals = torch.zeros_like(blocks)
+        for kind, parts in enumerate(self.parts):
+            mine = torch.tensor([k == kind for k in self.table.kind_of], device=mlp.device)
+            n, m = attention[..., mine], mlp[..., mine]
+            whole = self.table.kinds[kind].whole
+            removed_before = (self.tokens - n).clamp(0, 1)  # whole tokens: 0 or 1; between, straight
+            attended = whole + removed_before * (_read(n, parts["attention"]) - whole)
+            blocks = blocks + (attended + _read(m, parts["mlp"])).sum(-1)
+            to_prefix = (self.table.prefix + 1 - m).clamp(0, 1)
+            usual, last = _read(n, parts["remove"]), _read(n, parts["last"])
+            removals = removals + ((n - m).clamp(0, 1) * (usual + to_prefix * (last - usual))).sum(-1)
+        return blocks, removals
+
+    def describe(self) -> dict[str, Any]:
+        return {"table": asdict(self.table)}
+
+
+def _read(at: Tensor, values: Tensor) -> Tensor:
+    return read(at, values, mean_slopes(values, WINDOW) if at.requires_grad else None)
