@@ -104,10 +104,11 @@ def _measured(
 
 def plain_step(backbone: Backbone, images: Tensor, labels: Tensor) -> None:
     """Forward and backward to the tokens of the first block: all that a frozen model can be asked for."""
+    positions = backbone.positions(images)
     x = backbone.embed(images).detach().requires_grad_(True)
     y = x
     for i in range(backbone.layout.depth):
-        y = backbone.block(i, y)
+        y = backbone.block(i, y, positions)
     logits = backbone.model.forward_head(backbone.norm(y))  # type: ignore[operator]
     logits = logits[0] if isinstance(logits, tuple) else logits
     nn.functional.cross_entropy(logits.float(), labels).backward()

@@ -21,7 +21,7 @@ from diffrate.backbones.base import Attention
 from diffrate.operator import Operator
 from diffrate.reduction import reduce_tokens, restore
 from diffrate.schedule import Schedule, ScheduleError
-from diffrate.tokens import Tokens, start
+from diffrate.tokens import Tokens
 
 
 def compress(
@@ -174,7 +174,7 @@ class CompressedModel(nn.Module):
     def _walk(
         self, images: Tensor, track: bool, collect: Collection[int] = ()
     ) -> tuple[Tokens, list[Tokens]]:
-        tokens = start(self.backbone.embed(images), self.backbone.layout.prefix, track)
+        tokens = self.backbone.start(images, track)
         schedule = self._schedule_for(tokens.count)
         collected = []
         for i in range(schedule.depth):
@@ -205,12 +205,12 @@ def run_block(
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
     removes = merge < tokens.count
     if not removes and (tokens.size is None or not operator.proportional):
-        return tokens.with_features(backbone.block(i, tokens.x))
+        return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
     if removes:
         attended, importance = attend_and_rank(backbone, i, tokens, operator)
         attended = reduce_tokens(attended, importance, prune, merge, operator)
     else:
-        attention = backbone.open_attention(i, tokens.x)
+        attention = backbone.open_attention(i, tokens.x, tokens.positions)
         mixed = mix(attention, tokens.key_bias())
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
     return finish_block(backbone, i, attended)
@@ -219,7 +219,7 @@ def run_block(
 def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> tuple[Tokens, Tensor]:
     """The first half of a block that removes tokens: x + attention, and (B, N - prefix) importances."""
     bias = tokens.key_bias() if operator.proportional else None
-    attention = backbone.open_attention(i, tokens.x)
+    attention = backbone.open_attention(i, tokens.x, tokens.positions)
     if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
         weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
         mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v

@@ -136,11 +136,11 @@ def masked_logits(
 ) -> Tensor:
     """Logits of the whole model with the counts of two proxies, block `compressed[j]` taking their row j."""
     prefix = backbone.layout.prefix
-    x = backbone.embed(images)
+    x, positions = backbone.embed(images), backbone.positions(images)
     ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
     tokens = Masked(x, ones, ones)
     for i in range(backbone.layout.depth):
-        q, k, v, scale, _ = backbone.open_attention(i, tokens.x)
+        q, k, v, scale, _ = backbone.open_attention(i, tokens.x, positions)  # no token moves
         bias = tokens.size.log() if operator.proportional else torch.zeros_like(tokens.size)
         mixed = MaskedAttention.apply(q, k, v, bias, tokens.mask, scale)
         tokens = Masked(backbone.close_attention(i, tokens.x, mixed), tokens.size, tokens.mask)

@@ -71,6 +71,7 @@ def keep_first(
         tokens.prefix,
         None if tokens.size is None else tokens.size.gather(1, chosen),
         patches,
+        None if tokens.positions is None else tokens.positions.taken(chosen),
     )
     return kept, None if weight is None else weight.gather(1, chosen)
 
@@ -128,11 +129,13 @@ def join(
     parts = x * share.unsqueeze(-1)
     merged = parts[:, :keep].scatter_add(1, target.unsqueeze(-1).expand(-1, -1, x.shape[-1]), parts[:, keep:])
 
-    patches = tokens.patches
+    patches, positions = tokens.patches, tokens.positions
+    stay = torch.arange(keep, device=x.device).expand(x.shape[0], -1)
     if patches is not None:
-        stay = torch.arange(keep, device=x.device).expand(x.shape[0], -1)
         patches = move_patches(patches, torch.cat([stay, target], dim=1))
-    return Tokens(merged, tokens.prefix, size, patches), None if weight is None else total
+    if positions is not None:
+        positions = positions.taken(stay)
+    return Tokens(merged, tokens.prefix, size, patches, positions), None if weight is None else total
 
 
 def most_similar(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

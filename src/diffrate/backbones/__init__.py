@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from diffrate.backbones.base import Backbone, Layout
+from diffrate.backbones.refusals import reason_for
+from diffrate.backbones.timm_eva import TimmEva
 from diffrate.backbones.timm_vit import TimmViT
 from diffrate.errors import UnsupportedModelError
 
-FAMILIES: tuple[type[Backbone], ...] = (TimmViT,)
+FAMILIES: tuple[type[Backbone], ...] = (TimmViT, TimmEva)
 
 
 def backbone_of(model: nn.Module) -> Backbone:
@@ -16,6 +18,9 @@ def backbone_of(model: nn.Module) -> Backbone:
     for family in FAMILIES:
         if family.accepts(model):
             return family(model)
+    reason = reason_for(model)
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be compressed: {reason}")
     supported = ", ".join(family.describes for family in FAMILIES)
     raise UnsupportedModelError(f"{type(model).__name__} cannot be compressed: supported are {supported}")
 

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from diffrate.tokens import Tokens
+from diffrate.tokens import Positions, Tokens, start
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,21 @@ class Backbone(ABC):
     def embed(self, images: Tensor) -> Tensor:
         """Images to (B, N, C) tokens with positions, as they enter the first block."""
 
+    def positions(self, images: Tensor) -> Positions | None:
+        """What blocks look up about where tokens sit; None where positions enter with the embedding alone."""
+        return None
+
+    def start(self, images: Tensor, track: bool = False) -> Tokens:
+        """The tokens of a batch as they enter the first block; with `track` they remember their patches."""
+        return start(self.embed(images), self.layout.prefix, track, self.positions(images))
+
     @abstractmethod
-    def block(self, i: int, x: Tensor) -> Tensor:
+    def block(self, i: int, x: Tensor, positions: Positions | None = None) -> Tensor:
         """Block i as the model itself runs it."""
 
     @abstractmethod
-    def open_attention(self, i: int, x: Tensor) -> Attention:
-        """Norm and projections of block i."""
+    def open_attention(self, i: int, x: Tensor, positions: Positions | None = None) -> Attention:
+        """Norm and projections of block i, queries and keys turned to their positions."""
 
     @abstractmethod
     def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:

@@ -6,14 +6,14 @@ import inspect
 from typing import Any, ClassVar, cast
 
 from timm.layers import Attention as TimmAttention
-from timm.layers import AttentionPoolLatent, PatchDropout
+from timm.layers import AttentionPoolLatent
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 
 from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout
 from diffrate.errors import UnsupportedModelError
-from diffrate.tokens import Tokens
+from diffrate.tokens import Positions, Tokens
 
 BLOCK_PARTS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 ATTENTION_PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"}
@@ -23,6 +23,8 @@ POOLS = ("", "token", "avg", "avgmax", "max", "map")
 class TimmViT(Backbone):
     describes: ClassVar[str] = "timm's VisionTransformer models with standard blocks"
     model: Any  # a VisionTransformer: timm's modules carry no types of their own
+    block_parts: ClassVar[set[str]] = BLOCK_PARTS
+    attention_parts: ClassVar[set[str]] = ATTENTION_PARTS
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -48,11 +50,8 @@ class TimmViT(Backbone):
 
     def _refuse_what_does_not_fit(self) -> None:
         model = self.model
-        if type(model) not in (VisionTransformer, VisionTransformerDistilled):
-            self._refuse(
-                f"{type(model).__name__} changes the forward pass of VisionTransformer in its own way"
-            )
-        if isinstance(model.patch_drop, PatchDropout) and model.patch_drop.prob > 0:
+        self._refuse_unknown_classes()
+        if getattr(model.patch_drop, "prob", 0) > 0:
             self._refuse("patch dropout changes the number of tokens; build it with patch_drop_rate=0")
         if model.patch_embed.img_size is None:
             self._refuse("it has no input size of its own; build it with img_size")
@@ -67,6 +66,19 @@ class TimmViT(Backbone):
             if model.attn_pool.pos_embed is not None:
                 self._refuse("its pooling head adds positions to tokens, which merged tokens do not have")
         for i, block in enumerate(model.blocks):
+            unknown = (set(dict(block.named_children())) - self.block_parts) | (
+                set(dict(block.attn.named_children())) - self.attention_parts
+            )
+            if unknown:
+                self._refuse(f"block {i} has parts that are not known here: {', '.join(sorted(unknown))}")
+
+    def _refuse_unknown_classes(self) -> None:
+        model = self.model
+        if type(model) not in (VisionTransformer, VisionTransformerDistilled):
+            self._refuse(
+                f"{type(model).__name__} changes the forward pass of VisionTransformer in its own way"
+            )
+        for i, block in enumerate(model.blocks):
             if type(block) not in (Block, ResPostBlock):
                 self._refuse(
                     f"block {i} is a {type(block).__name__}; tokens are removed between attention and MLP, "
@@ -76,11 +88,6 @@ class TimmViT(Backbone):
                 self._refuse(
                     f"the attention of block {i} is a {type(block.attn).__name__}, not timm's Attention"
                 )
-            unknown = (set(dict(block.named_children())) - BLOCK_PARTS) | (
-                set(dict(block.attn.named_children())) - ATTENTION_PARTS
-            )
-            if unknown:
-                self._refuse(f"block {i} has parts that are not known here: {', '.join(sorted(unknown))}")
 
     def _refuse(self, reason: str) -> None:
         config = getattr(self.model, "pretrained_cfg", None) or {}
@@ -99,10 +106,10 @@ class TimmViT(Backbone):
         model = self.model
         return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
 
-    def block(self, i: int, x: Tensor) -> Tensor:
+    def block(self, i: int, x: Tensor, positions: Positions | None = None) -> Tensor:
         return self.model.blocks[i](x)
 
-    def open_attention(self, i: int, x: Tensor) -> Attention:
+    def open_attention(self, i: int, x: Tensor, positions: Positions | None = None) -> Attention:
         block = self.model.blocks[i]
         attn = block.attn
         normed = block.norm1(x) if type(block) is Block else x
@@ -142,11 +149,15 @@ class TimmViT(Backbone):
         pooled = model.head_drop(model.fc_norm(self._pool(tokens.x, tokens.size)))
         return pooled if pre_logits else model.head(pooled)
 
+    def _first_pooled(self) -> int:
+        """Where the tokens begin that a pooling head looks at."""
+        return 0 if self.model.pool_include_prefix else self.layout.prefix
+
     def _pool(self, x: Tensor, size: Tensor) -> Tensor:
         """timm's pooling with each image token counted as often as the patches it stands for."""
         model = self.model
-        if not model.pool_include_prefix:
-            x, size = x[:, self.layout.prefix :], size[:, self.layout.prefix :]
+        first = self._first_pooled()
+        x, size = x[:, first:], size[:, first:]
         if model.attn_pool is not None:
             return model.attn_pool(x, attn_mask=size.log()[:, None, None].to(x.dtype))
         share = (size / size.sum(dim=1, keepdim=True)).unsqueeze(-1).to(x.dtype)
