@@ -42,7 +42,8 @@ def compress(
     """
     if isinstance(model, CompressedModel):
         model = model.original
-    layout = backbone_of(model).layout
+    backbone = backbone_of(model)
+    layout = backbone.layout
     if schedule is None:
         schedule = Schedule.identity(layout.depth, layout.tokens, layout.prefix)
     operator = schedule.operator.changed(
@@ -53,6 +54,10 @@ def compress(
         choice=choice,
         seed=seed,
     )
+    if backbone.library == "transformers":
+        from diffrate.hf import CompressedTower
+
+        return CompressedTower(model, schedule, operator)
     return CompressedModel(model, schedule, operator)
 
 
@@ -174,7 +179,9 @@ class CompressedModel(nn.Module):
     def _walk(
         self, images: Tensor, track: bool, collect: Collection[int] = ()
     ) -> tuple[Tokens, list[Tokens]]:
-        tokens = self.backbone.start(images, track)
+        return self._walk_from(self.backbone.start(images, track), collect)
+
+    def _walk_from(self, tokens: Tokens, collect: Collection[int] = ()) -> tuple[Tokens, list[Tokens]]:
         schedule = self._schedule_for(tokens.count)
         collected = []
         for i in range(schedule.depth):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from diffrate.backbones.base import Backbone, Layout
-from diffrate.backbones.refusals import reason_for
+from diffrate.backbones.hf_vit import HfViT
+from diffrate.backbones.refusals import reason_for, refusal
 from diffrate.backbones.timm_eva import TimmEva
 from diffrate.backbones.timm_vit import TimmViT
-from diffrate.errors import UnsupportedModelError
 
-FAMILIES: tuple[type[Backbone], ...] = (TimmViT, TimmEva)
+FAMILIES: tuple[type[Backbone], ...] = (TimmViT, TimmEva, HfViT)
 
 
 def backbone_of(model: nn.Module) -> Backbone:
@@ -20,9 +20,9 @@ def backbone_of(model: nn.Module) -> Backbone:
             return family(model)
     reason = reason_for(model)
     if reason is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be compressed: {reason}")
+        raise refusal(model, reason)
     supported = ", ".join(family.describes for family in FAMILIES)
-    raise UnsupportedModelError(f"{type(model).__name__} cannot be compressed: supported are {supported}")
+    raise refusal(model, f"supported are {supported}")
 
 
 __all__ = ["Backbone", "Layout", "backbone_of"]

@@ -63,10 +63,16 @@ class BlockMacs(NamedTuple):
     mlp_token: float
 
 
+def linear_macs(module: nn.Module) -> float:
+    """MACs per token of every linear layer inside a module."""
+    return float(sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear)))
+
+
 class Backbone(ABC):
     """One model, seen through the three questions. `accepts` is cheap; the constructor refuses what does not fit."""
 
     describes: ClassVar[str]
+    library: ClassVar[str] = "timm"
     model: nn.Module
     layout: Layout
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
+
+from diffrate.errors import UnsupportedModelError
 
 WINDOWS = "its attention looks inside windows of a fixed grid, which removed tokens would leave with holes"
 POOLED = "it pools or strides its token grid between blocks, which needs every token in its place"
@@ -58,9 +62,43 @@ TIMM_REASONS = {
 }
 
 
+# By package of transformers.models.
+HF_REASONS = {
+    "beit": RELATIVE,
+    "data2vec": RELATIVE,
+    "swin": WINDOWS,
+    "swinv2": WINDOWS,
+    "hiera": TIMM_REASONS["hiera"],
+    "pvt": POOLED,
+    "pvt_v2": POOLED,
+    "levit": POOLED,
+    "segformer": POOLED,
+    "cvt": CONVOLUTION,
+    "mobilevit": CONVOLUTION,
+    "mobilevitv2": CONVOLUTION,
+    "convnext": NO_ATTENTION,
+    "convnextv2": NO_ATTENTION,
+    "resnet": NO_ATTENTION,
+    "regnet": NO_ATTENTION,
+    "poolformer": NO_ATTENTION,
+    "vit_mae": "it drops patches at random while it embeds; load its weights as a ViTModel",
+    "siglip2": "it takes padded patches of any size with masks; SigLIP 2 of fixed size loads as a SiglipVisionModel",
+    "clip": "only its vision tower can be: compress model.vision_model",
+    "siglip": "only its vision tower can be: compress model.vision_model",
+}
+
+
+def refusal(model: nn.Module, reason: str) -> UnsupportedModelError:
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    name = config.get("architecture") or type(model).__name__
+    return UnsupportedModelError(f"{name} cannot be compressed: {reason}")
+
+
 def reason_for(model: nn.Module) -> str | None:
     """Why this model cannot be compressed, where that is known."""
     module = type(model).__module__
     if module.startswith("timm.models."):
         return TIMM_REASONS.get(module.removeprefix("timm.models."))
+    if module.startswith("transformers.models."):
+        return HF_REASONS.get(module.split(".")[2])
     return None

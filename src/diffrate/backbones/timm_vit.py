@@ -11,8 +11,8 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 
-from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout
-from diffrate.errors import UnsupportedModelError
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout, linear_macs
+from diffrate.backbones.refusals import refusal
 from diffrate.tokens import Positions, Tokens
 
 BLOCK_PARTS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
@@ -90,9 +90,7 @@ class TimmViT(Backbone):
                 )
 
     def _refuse(self, reason: str) -> None:
-        config = getattr(self.model, "pretrained_cfg", None) or {}
-        name = config.get("architecture") or type(self.model).__name__
-        raise UnsupportedModelError(f"{name} cannot be compressed: {reason}")
+        raise refusal(self.model, reason)
 
     def grid(self, images: Tensor) -> tuple[int, int]:
         embed = self.model.patch_embed
@@ -171,24 +169,19 @@ class TimmViT(Backbone):
         block = self.model.blocks[i]
         attn = block.attn
         width = attn.num_heads * attn.head_dim
-        return BlockMacs(_linear_macs(attn), 2 * width, _linear_macs(block.mlp))
+        return BlockMacs(linear_macs(attn), 2 * width, linear_macs(block.mlp))
 
     def head_macs(self) -> tuple[float, float]:
         model = self.model
         heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
-        fixed = sum(map(_linear_macs, heads))
+        fixed = sum(map(linear_macs, heads))
         if model.attn_pool is None:
             return fixed, 0.0
         pool = model.attn_pool
-        per_token = _linear_macs(pool.kv) + 2 * pool.latent_len * pool.num_heads * pool.head_dim
-        per_latent = sum(_linear_macs(part) for part in (pool.q, pool.proj, pool.mlp) if part is not None)
+        per_token = linear_macs(pool.kv) + 2 * pool.latent_len * pool.num_heads * pool.head_dim
+        per_latent = sum(linear_macs(part) for part in (pool.q, pool.proj, pool.mlp) if part is not None)
         fixed += pool.latent_len * per_latent
         return fixed, per_token
-
-
-def _linear_macs(module: nn.Module) -> float:
-    """MACs per token of every linear layer inside a module."""
-    return float(sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear)))
 
 
 def _input_channels(patch_embed: nn.Module) -> int:

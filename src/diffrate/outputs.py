@@ -1,0 +1,23 @@
+"""The one tensor that matters in what a model returns: libraries wrap their logits in tuples and dataclasses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from diffrate.errors import DiffRateError
+
+FIELDS = ("logits", "image_embeds", "pooler_output")  # of transformers' outputs, best first
+
+
+def main_output(output: Any) -> Tensor:
+    """Logits, of the first head where there are two; the embedding of a model that has no classifier."""
+    if isinstance(output, tuple):
+        output = output[0]
+    for name in FIELDS:
+        if not isinstance(output, Tensor) and getattr(output, name, None) is not None:
+            output = getattr(output, name)
+    if not isinstance(output, Tensor):
+        raise DiffRateError(f"the model returns a {type(output).__name__} without logits or an embedding")
+    return output
