@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from diffrate import ranking
 from diffrate.backbones import Backbone, Layout, backbone_of
 from diffrate.backbones.base import Attention
+from diffrate.backbones.timm_metaformer import TimmMetaFormer
 from diffrate.operator import Operator
 from diffrate.reduction import reduce_tokens, restore
 from diffrate.schedule import Schedule, ScheduleError
@@ -85,9 +86,10 @@ class CompressedModel(nn.Module):
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, N', C) tokens after the last norm."""
         tokens = self.forward_tokens(images)
+        features = self.backbone.features(tokens)
         if self.backbone.layout.mean_pooled and not torch.compiler.is_compiling():
-            tokens.x.token_size = tokens.size  # type: ignore[attr-defined]  # forward_head weighs by it
-        return tokens.x
+            features.token_size = tokens.size  # type: ignore[attr-defined]  # forward_head weighs by it
+        return features
 
     def forward_head(self, features: Tensor, pre_logits: bool = False, size: Tensor | None = None) -> Any:
         """Pool and classify what forward_features returned.
@@ -96,6 +98,8 @@ class CompressedModel(nn.Module):
         `size` (from forward_tokens) where that tensor was transformed in between.
         """
         layout = self.backbone.layout
+        if isinstance(self.backbone, TimmMetaFormer):
+            return self.backbone.classify(features, pre_logits)
         known = size is not None or hasattr(features, "token_size")  # None there: every token counts once
         size = getattr(features, "token_size", None) if size is None else size
         if not known and layout.mean_pooled and not self._removes_nothing(features.shape[1]):
@@ -115,6 +119,8 @@ class CompressedModel(nn.Module):
         intermediates_only: bool = False,
     ) -> Any:
         """timm's interface to inner features: grids are restored, so shapes are those of the original model."""
+        if isinstance(self.backbone, TimmMetaFormer):
+            return self._stage_maps(self.backbone, images, indices, intermediates_only)
         chosen, _ = feature_take_indices(
             self.backbone.layout.depth, indices if isinstance(indices, int | None) else list(indices)
         )
@@ -130,6 +136,25 @@ class CompressedModel(nn.Module):
             prefix = x[:, : tokens.prefix]
             intermediates.append((grid, prefix) if return_prefix_tokens and tokens.prefix else grid)
         return intermediates if intermediates_only else (self.backbone.norm(final.x), intermediates)
+
+    def _stage_maps(
+        self,
+        backbone: TimmMetaFormer,
+        images: Tensor,
+        indices: int | Sequence[int] | None,
+        intermediates_only: bool,
+    ) -> Any:
+        """The feature map of each chosen stage, the compressed one restored."""
+        stages = len(backbone.model.stages)
+        chosen, _ = feature_take_indices(
+            stages, indices if isinstance(indices, int | None) else list(indices)
+        )
+        early = backbone.early(images)
+        tokens, _ = self._walk_from(backbone.start_with(backbone.embed_map(early[-1]), images))
+        restored = backbone.restored(tokens)
+        maps = [*early[: backbone.index], restored, *backbone.late(restored)]
+        taken = [maps[i] for i in chosen]
+        return taken if intermediates_only else (maps[-1], taken)
 
     def get_intermediate_layers(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from diffrate.backbones import Backbone
 from diffrate.devices import full_precision
+from diffrate.errors import DiffRateError
 from diffrate.operator import Operator
 from diffrate.proxy import Kept, hard_mask
+from diffrate.reduction import take
 from diffrate.tokens import Tokens
 
 
@@ -124,11 +126,15 @@ def _itself(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Masked:
-    """Tokens with masks: features (B, N, C), sizes (B, N) and mask (B, N), 1 for live tokens, with its gradient."""
+    """Tokens with masks: features (B, N, C), sizes (B, N) and mask (B, N), 1 for live tokens, with its gradient.
+
+    patches  (B, P) the token that each patch went to, for models that restore their grid.
+    """
 
     x: Tensor
     size: Tensor
     mask: Tensor
+    patches: Tensor | None = None
 
 
 def masked_logits(
@@ -136,21 +142,25 @@ def masked_logits(
 ) -> Tensor:
     """Logits of the whole model with the counts of two proxies, block `compressed[j]` taking their row j."""
     prefix = backbone.layout.prefix
-    x, positions = backbone.embed(images), backbone.positions(images)
+    if backbone.layout.restores and operator.operation != "merge":
+        raise DiffRateError(
+            "a model that restores its grid is searched by masks with merging only: use operation merge"
+        )
+    first = backbone.start(images)
+    x, positions = first.x, first.positions
     ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
-    tokens = Masked(x, ones, ones)
+    tokens = Masked(x, ones, ones, first.patches)
     for i in range(backbone.layout.depth):
         q, k, v, scale, _ = backbone.open_attention(i, tokens.x, positions)  # no token moves
         bias = tokens.size.log() if operator.proportional else torch.zeros_like(tokens.size)
         mixed = MaskedAttention.apply(q, k, v, bias, tokens.mask, scale)
-        tokens = Masked(backbone.close_attention(i, tokens.x, mixed), tokens.size, tokens.mask)
+        tokens = replace(tokens, x=backbone.close_attention(i, tokens.x, mixed))
         if i in compressed:
             with torch.no_grad():
                 importance = _importance(q, k, scale, bias, tokens.mask, operator)[:, prefix:]
             tokens = reduce_masked(tokens, importance, prune, merge, compressed.index(i), prefix, operator)
-        tokens = Masked(backbone.mlp(i, tokens.x), tokens.size, tokens.mask)
-    x = backbone.norm(tokens.x)
-    logits = _masked_head(backbone, x, tokens)
+        tokens = replace(tokens, x=backbone.mlp(i, tokens.x))
+    logits = _masked_head(backbone, replace(tokens, x=backbone.norm(tokens.x)), first.grid)
     return logits[0] if isinstance(logits, tuple) else logits
 
 
@@ -172,12 +182,13 @@ def reduce_masked(
     else:
         stays = live * hard_mask(prune, row, rank)
     left = stays * kept
-    x, size = tokens.x, tokens.size
+    x, size, patches = tokens.x, tokens.size, tokens.patches
     if operator.operation != "prune":
         joins = (stays > 0.5) & (left < 0.5)
-        x, size = _merge(x, size, importance, joins, left > 0.5, prefix, operator)
+        x, size, target = _merge(x, size, importance, joins, left > 0.5, prefix, operator)
+        patches = None if patches is None else target.gather(1, patches - prefix) + prefix
     mask = torch.cat([tokens.mask[:, :prefix], left], dim=1)
-    return Masked(x, size, mask)
+    return Masked(x, size, mask, patches)
 
 
 def _merge(
@@ -188,8 +199,11 @@ def _merge(
     target: Tensor,
     prefix: int,
     operator: Operator,
-) -> tuple[Tensor, Tensor]:
-    """Average every joining token into the most similar target; joins and target are (B, N - prefix)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Average every joining token into the most similar target; joins and target are (B, N - prefix).
+
+    Returns features, sizes, and the image token that each image token is in now (itself where it did not join).
+    """
     image, image_size = x[:, prefix:], size[:, prefix:]
     with torch.no_grad():
         unit = F.normalize(image.float(), dim=-1)
@@ -212,7 +226,7 @@ def _merge(
         move.diagonal(dim1=1, dim2=2).copy_(own)
     # Only the change goes through the product, so that tokens which merge with nothing keep every bit.
     merged = image + move.transpose(1, 2).to(image.dtype) @ image
-    return torch.cat([x[:, :prefix], merged], dim=1), torch.cat([size[:, :prefix], grown], dim=1)
+    return torch.cat([x[:, :prefix], merged], dim=1), torch.cat([size[:, :prefix], grown], dim=1), index
 
 
 def _importance(q: Tensor, k: Tensor, scale: float, bias: Tensor, mask: Tensor, operator: Operator) -> Tensor:
@@ -227,7 +241,13 @@ def _importance(q: Tensor, k: Tensor, scale: float, bias: Tensor, mask: Tensor, 
     return (attention * weight).sum(dim=1) / weight.sum(dim=1)
 
 
-def _masked_head(backbone: Backbone, x: Tensor, tokens: Masked) -> Any:
+def _masked_head(backbone: Backbone, tokens: Masked, grid: tuple[int, int] | None) -> Any:
+    x = tokens.x
+    if tokens.patches is not None:
+        # A dead token's place in the grid takes its target's features; its mask says what its own would do there.
+        stand_in = take(x, tokens.patches)
+        x = stand_in + tokens.mask.unsqueeze(-1).to(x.dtype) * (x - stand_in)
+        return backbone.head(Tokens(x, backbone.layout.prefix, grid=grid))
     if not backbone.layout.mean_pooled:
         return backbone.head(Tokens(x, backbone.layout.prefix))
     # A dead token weighs nothing; its mask still carries the gradient of what it would weigh.

@@ -6,6 +6,8 @@ those that were spared from merging come last).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,12 +68,12 @@ def keep_first(
     patches = tokens.patches
     if patches is not None:
         patches = move_patches(patches, pruned_destinations(tokens, order, keep))
-    kept = Tokens(
-        take(tokens.x, chosen),
-        tokens.prefix,
-        None if tokens.size is None else tokens.size.gather(1, chosen),
-        patches,
-        None if tokens.positions is None else tokens.positions.taken(chosen),
+    kept = replace(
+        tokens,
+        x=take(tokens.x, chosen),
+        size=None if tokens.size is None else tokens.size.gather(1, chosen),
+        patches=patches,
+        positions=None if tokens.positions is None else tokens.positions.taken(chosen),
     )
     return kept, None if weight is None else weight.gather(1, chosen)
 
@@ -135,7 +137,8 @@ def join(
         patches = move_patches(patches, torch.cat([stay, target], dim=1))
     if positions is not None:
         positions = positions.taken(stay)
-    return Tokens(merged, tokens.prefix, size, patches, positions), None if weight is None else total
+    joined = replace(tokens, x=merged, size=size, patches=patches, positions=positions)
+    return joined, None if weight is None else total
 
 
 def most_similar(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

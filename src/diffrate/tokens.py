@@ -45,6 +45,7 @@ class Tokens:
              A pruned patch holds ~t (negative): it has no token, and t is the one that stands in for it when
              the grid is restored.
     positions  where each token sits, or None for models that ask only while they embed.
+    grid     (rows, columns) of the input's patches, where it is known.
     """
 
     x: Tensor
@@ -52,6 +53,7 @@ class Tokens:
     size: Tensor | None = None
     patches: Tensor | None = None
     positions: Positions | None = None
+    grid: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -72,30 +74,39 @@ class Tokens:
 
 
 def rows(tokens: Tokens, chosen: slice) -> Tokens:
-    """A part of the batch, without its patch map."""
-    return Tokens(
-        tokens.x[chosen],
-        tokens.prefix,
-        None if tokens.size is None else tokens.size[chosen],
+    """A part of the batch."""
+    return replace(
+        tokens,
+        x=tokens.x[chosen],
+        size=None if tokens.size is None else tokens.size[chosen],
+        patches=None if tokens.patches is None else tokens.patches[chosen],
         positions=None if tokens.positions is None else tokens.positions.rows(chosen),
     )
 
 
 def stacked(a: Tokens, b: Tokens) -> Tokens:
-    """Two batches of equally many tokens as one, without their patch maps."""
-    size = None
+    """Two batches of equally many tokens as one."""
+    size = patches = None
     if a.size is not None or b.size is not None:
         size = torch.cat([a.sizes(), b.sizes()])
+    if a.patches is not None and b.patches is not None:
+        patches = torch.cat([a.patches, b.patches])
     positions = a.positions
     if a.positions is not None and b.positions is not None:
         places = [p.indices(t.x.shape[0], t.count) for p, t in ((a.positions, a), (b.positions, b))]
         positions = replace(a.positions, index=torch.cat(places))
-    return Tokens(torch.cat([a.x, b.x]), a.prefix, size, positions=positions)
+    return replace(a, x=torch.cat([a.x, b.x]), size=size, patches=patches, positions=positions)
 
 
-def start(x: Tensor, prefix: int, track: bool, positions: Positions | None = None) -> Tokens:
+def start(
+    x: Tensor,
+    prefix: int,
+    track: bool,
+    positions: Positions | None = None,
+    grid: tuple[int, int] | None = None,
+) -> Tokens:
     """The tokens as they leave the embedding: patch p is token prefix + p."""
     patches = None
     if track:
         patches = torch.arange(prefix, x.shape[1], device=x.device).expand(x.shape[0], -1)
-    return Tokens(x, prefix, None, patches, positions)
+    return Tokens(x, prefix, None, patches, positions, grid)

@@ -1,5 +1,7 @@
 """Hugging Face transformers: the library's own layers and heads, spelled out, against compressed models."""
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -246,3 +248,26 @@ def test_a_tower_inside_a_larger_model():
     torch.testing.assert_close(pooled, clip.visual_projection(out.pooler_output))
     whole = before if isinstance(before, torch.Tensor) else before.pooler_output
     assert not torch.equal(pooled, whole)
+
+
+def test_every_image_classifier_wraps_or_is_refused_with_a_reason():
+    """All of the library's classes for image classification, without weights: nothing else may come of them."""
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    names = [name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)]
+    wrapped = 0
+    for name in names:
+        model_class = getattr(transformers, name)
+        try:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = model_class(model_class.config_class())
+        except Exception:  # needs a package that is not here, or a configuration of its own
+            continue
+        try:
+            diffrate.compress(model)
+        except diffrate.UnsupportedModelError as refused:
+            remember("transformers", name, str(refused))
+        else:
+            assert name in NAMES, f"{name} wraps, but nothing checks it"
+            wrapped += 1
+    assert wrapped == sum("ForImageClassification" in name for name in NAMES)

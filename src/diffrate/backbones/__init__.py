@@ -8,9 +8,10 @@ from diffrate.backbones.base import Backbone, Layout
 from diffrate.backbones.hf_vit import HfViT
 from diffrate.backbones.refusals import reason_for, refusal
 from diffrate.backbones.timm_eva import TimmEva
+from diffrate.backbones.timm_metaformer import TimmMetaFormer
 from diffrate.backbones.timm_vit import TimmViT
 
-FAMILIES: tuple[type[Backbone], ...] = (TimmViT, TimmEva, HfViT)
+FAMILIES: tuple[type[Backbone], ...] = (TimmViT, TimmEva, TimmMetaFormer, HfViT)
 
 
 def backbone_of(model: nn.Module) -> Backbone:

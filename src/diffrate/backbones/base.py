@@ -26,6 +26,7 @@ class Layout:
     plain_mean      whether it does so by their mean alone, and not by a maximum or by attention.
     img_size        (height, width) of the model's own input; in_chans its channels.
     dynamic         whether other input sizes are accepted.
+    restores        whether the whole grid is restored behind the blocks, so that the patch map is always needed.
     """
 
     depth: int
@@ -38,6 +39,7 @@ class Layout:
     img_size: tuple[int, int]
     in_chans: int
     dynamic: bool
+    restores: bool = False
 
     @property
     def compresses_last_block(self) -> bool:
@@ -97,7 +99,12 @@ class Backbone(ABC):
 
     def start(self, images: Tensor, track: bool = False) -> Tokens:
         """The tokens of a batch as they enter the first block; with `track` they remember their patches."""
-        return start(self.embed(images), self.layout.prefix, track, self.positions(images))
+        return self.start_with(self.embed(images), images, track)
+
+    def start_with(self, x: Tensor, images: Tensor, track: bool = False) -> Tokens:
+        """The same from the embedding `x` of these images."""
+        track = track or self.layout.restores
+        return start(x, self.layout.prefix, track, self.positions(images), self.grid(images))
 
     @abstractmethod
     def block(self, i: int, x: Tensor, positions: Positions | None = None) -> Tensor:
@@ -122,6 +129,10 @@ class Backbone(ABC):
     @abstractmethod
     def head(self, tokens: Tokens, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Pool normed tokens and classify, weighting by size where the head averages."""
+
+    def features(self, tokens: Tokens) -> Tensor:
+        """What the model's forward_features would return, from the normed tokens of the last block."""
+        return tokens.x
 
     @abstractmethod
     def block_macs(self, i: int) -> BlockMacs: ...
