@@ -6,12 +6,17 @@ from torch import nn
 
 from diffrate.backbones.base import Backbone, Layout
 from diffrate.backbones.hf_vit import HfViT
+from diffrate.backbones.openclip_vit import OpenClipViT
 from diffrate.backbones.refusals import reason_for, refusal
 from diffrate.backbones.timm_eva import TimmEva
 from diffrate.backbones.timm_metaformer import TimmMetaFormer
 from diffrate.backbones.timm_vit import TimmViT
+from diffrate.backbones.torchvision_vit import TorchvisionViT
 
-FAMILIES: tuple[type[Backbone], ...] = (TimmViT, TimmEva, TimmMetaFormer, HfViT)
+FAMILIES: tuple[type[Backbone], ...] = (
+    *(TimmViT, TimmEva, TimmMetaFormer),
+    *(HfViT, TorchvisionViT, OpenClipViT),
+)
 
 
 def backbone_of(model: nn.Module) -> Backbone:

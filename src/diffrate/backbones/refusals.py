@@ -95,6 +95,16 @@ HF_REASONS = {
 }
 
 
+# By class of open_clip.
+OPEN_CLIP_REASONS = {
+    **dict.fromkeys(
+        ("CLIP", "CustomTextCLIP", "CoCa"), "only its vision tower can be: compress model.visual"
+    ),
+    "TimmModel": "it wraps a timm model: compress model.trunk",
+    "ModifiedResNet": NO_ATTENTION,
+}
+
+
 def refusal(model: nn.Module, reason: str) -> UnsupportedModelError:
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     name = config.get("architecture") or type(model).__name__
@@ -108,4 +118,6 @@ def reason_for(model: nn.Module) -> str | None:
         return TIMM_REASONS.get(module.removeprefix("timm.models."))
     if module.startswith("transformers.models."):
         return HF_REASONS.get(module.split(".")[2])
+    if module.startswith("open_clip."):
+        return OPEN_CLIP_REASONS.get(type(model).__name__)
     return None
