@@ -73,8 +73,10 @@ def linear_macs(module: nn.Module) -> float:
 class Backbone(ABC):
     """One model, seen through the three questions. `accepts` is cheap; the constructor refuses what does not fit."""
 
-    describes: ClassVar[str]
+    describes: ClassVar[str]  # in a sentence
     library: ClassVar[str] = "timm"
+    families: ClassVar[dict[str, str]]  # what people call the models, with a name that load_model takes
+    compresses: ClassVar[str] = "all blocks"
     model: nn.Module
     layout: Layout
 

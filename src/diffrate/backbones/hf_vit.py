@@ -69,6 +69,15 @@ LAYERS = {
 class HfViT(Backbone):
     describes: ClassVar[str] = "transformers' ViT, DeiT, DINOv2, DINOv3, CLIP and SigLIP vision models"
     library: ClassVar[str] = "transformers"
+    families: ClassVar[dict[str, str]] = {
+        "ViT": "transformers:ViTForImageClassification",
+        "DeiT": "transformers:DeiTForImageClassification",
+        "DINOv2": "transformers:Dinov2ForImageClassification",
+        "DINOv2 with registers": "transformers:Dinov2WithRegistersForImageClassification",
+        "DINOv3": "transformers:DINOv3ViTModel",
+        "CLIP vision": "transformers:CLIPVisionModel",
+        "SigLIP vision, SigLIP 2 of fixed size": "transformers:SiglipVisionModel",
+    }
     model: Any  # a PreTrainedModel
 
     @classmethod

@@ -21,6 +21,10 @@ PARTS = {"ln_1", "attn", "ls_1", "ln_2", "mlp", "ls_2"}
 class OpenClipViT(Backbone):
     describes: ClassVar[str] = "OpenCLIP's vision towers"
     library: ClassVar[str] = "open_clip"
+    families: ClassVar[dict[str, str]] = {
+        "CLIP vision": "openclip:ViT-B-32",
+        "CoCa vision": "openclip:coca_ViT-B-32",
+    }
     model: Any  # an open_clip.transformer.VisionTransformer
 
     @classmethod

@@ -23,6 +23,12 @@ ATTENTION_PARTS = {
 
 class TimmEva(TimmViT):
     describes: ClassVar[str] = "timm's Eva models (EVA-02, DINOv3, PE, RoPE ViTs)"
+    families: ClassVar[dict[str, str]] = {
+        "EVA, EVA-02": "eva02_small_patch14_336",
+        "DINOv3": "vit_small_patch16_dinov3",
+        "Perception Encoder": "vit_pe_core_small_patch16_384",
+        "RoPE ViT": "vit_small_patch16_rope_224",
+    }
     block_parts, attention_parts = BLOCK_PARTS, ATTENTION_PARTS
 
     @classmethod

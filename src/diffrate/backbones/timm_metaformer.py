@@ -28,6 +28,8 @@ PARTS = {
 
 class TimmMetaFormer(Backbone):
     describes: ClassVar[str] = "timm's CAFormer models"
+    families: ClassVar[dict[str, str]] = {"CAFormer": "caformer_s36"}
+    compresses: ClassVar[str] = "stage 3, restored at its end"
     model: Any  # a MetaFormer
 
     @classmethod

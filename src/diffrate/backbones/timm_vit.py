@@ -22,6 +22,11 @@ POOLS = ("", "token", "avg", "avgmax", "max", "map")
 
 class TimmViT(Backbone):
     describes: ClassVar[str] = "timm's VisionTransformer models with standard blocks"
+    families: ClassVar[dict[str, str]] = {
+        "ViT, DeiT, DeiT-III, MAE": "deit_small_patch16_224",
+        "DINOv2, registers": "vit_small_patch14_reg4_dinov2",
+        "CLIP, SigLIP, SigLIP 2": "vit_base_patch16_siglip_224",
+    }
     model: Any  # a VisionTransformer: timm's modules carry no types of their own
     block_parts: ClassVar[set[str]] = BLOCK_PARTS
     attention_parts: ClassVar[set[str]] = ATTENTION_PARTS

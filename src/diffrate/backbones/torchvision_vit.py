@@ -17,6 +17,7 @@ from diffrate.tokens import Positions, Tokens
 class TorchvisionViT(Backbone):
     describes: ClassVar[str] = "torchvision's VisionTransformer"
     library: ClassVar[str] = "torchvision"
+    families: ClassVar[dict[str, str]] = {"ViT": "torchvision:vit_b_16"}
     model: Any  # a VisionTransformer
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import diffrate
-from diffrate.cli import bench, demo, evaluation, schedules, search, train
+from diffrate.cli import bench, demo, evaluation, models, schedules, search, train
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command("models")(models.models)
 app.command("schedules")(schedules.schedules)
 app.command("macs")(schedules.macs)
 app.command("compress")(schedules.compress)
