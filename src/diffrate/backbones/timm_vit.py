@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout, linear_macs
 from diffrate.backbones.refusals import refusal
+from diffrate.lvvit import LvViT
 from diffrate.tokens import Positions, Tokens
 
 BLOCK_PARTS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
@@ -24,6 +25,7 @@ class TimmViT(Backbone):
     describes: ClassVar[str] = "timm's VisionTransformer models with standard blocks"
     families: ClassVar[dict[str, str]] = {
         "ViT, DeiT, DeiT-III, MAE": "deit_small_patch16_224",
+        "LV-ViT": "lvvit_s",
         "DINOv2, registers": "vit_small_patch14_reg4_dinov2",
         "CLIP, SigLIP, SigLIP 2": "vit_base_patch16_siglip_224",
     }
@@ -79,7 +81,7 @@ class TimmViT(Backbone):
 
     def _refuse_unknown_classes(self) -> None:
         model = self.model
-        if type(model) not in (VisionTransformer, VisionTransformerDistilled):
+        if type(model) not in (VisionTransformer, VisionTransformerDistilled, LvViT):
             self._refuse(
                 f"{type(model).__name__} changes the forward pass of VisionTransformer in its own way"
             )
