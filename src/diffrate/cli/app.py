@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import diffrate
-from diffrate.cli import bench, demo, evaluation, models, schedules, search, train
+from diffrate.cli import bench, demo, evaluation, models, schedules, search, segment, train
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
 
@@ -29,6 +29,7 @@ app.command("eval")(evaluation.eval_command)
 app.command("bench")(bench.bench_command)
 app.command("train")(train.train_command)
 app.command("demo")(demo.demo)
+app.add_typer(segment.app, name="segment")
 
 
 def _show_version(asked: bool) -> None:

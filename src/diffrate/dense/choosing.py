@@ -1,0 +1,51 @@
+"""A schedule for a segmentation model: of a few simple ones on the budget, the best by mIoU on held-out scenes.
+
+No search of its own: the shapes are those that a search for classification starts from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from diffrate.backbones import backbone_of
+from diffrate.costs.macs import MacCost
+from diffrate.dense.camvid import Scenes
+from diffrate.dense.miou import evaluate_segmenter
+from diffrate.dense.segmenter import Segmenter
+from diffrate.schedule import Schedule
+from diffrate.searching.budget import Space, check_budget, rounded
+from diffrate.searching.fast import OPERATOR, schedule_of, starts
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The schedule, its mIoU on the scenes it was chosen by, and what the others had."""
+
+    schedule: Schedule
+    miou: float
+    others: list[float]
+
+
+def choose_schedule(
+    model: Segmenter,
+    budget: float,
+    scenes: Scenes,
+    device: torch.device,
+    batch_size: int = 16,
+    amp: bool = False,
+) -> Chosen:
+    """The best schedule for `budget` GMACs of the whole model, decoder included."""
+    backbone = backbone_of(model.whole)
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    budget -= model.decoder_gmacs()
+    check_budget(budget, space)
+    tried = []
+    for counts in starts(space, budget):
+        schedule = schedule_of(rounded(counts, budget, space), space, OPERATOR)
+        score = evaluate_segmenter(model.compressed(schedule), scenes, device, batch_size, amp)
+        tried.append((score.miou, schedule))
+    tried.sort(key=lambda each: each[0], reverse=True)
+    miou, best = tried[0]
+    return Chosen(best, miou, [score for score, _ in tried[1:]])
