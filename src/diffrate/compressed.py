@@ -20,6 +20,7 @@ from diffrate.backbones import Backbone, Layout, backbone_of
 from diffrate.backbones.base import Attention
 from diffrate.backbones.timm_metaformer import TimmMetaFormer
 from diffrate.operator import Operator
+from diffrate.outputs import class_count
 from diffrate.reduction import reduce_tokens, restore
 from diffrate.schedule import Schedule, ScheduleError
 from diffrate.tokens import Tokens
@@ -184,7 +185,7 @@ class CompressedModel(nn.Module):
 
     @property
     def num_classes(self) -> int:
-        return int(self.original.num_classes)  # type: ignore[arg-type]
+        return class_count(self.original)
 
     @property
     def num_features(self) -> int:

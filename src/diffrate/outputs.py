@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffrate.errors import DiffRateError
 
@@ -21,3 +21,12 @@ def main_output(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise DiffRateError(f"the model returns a {type(output).__name__} without logits or an embedding")
     return output
+
+
+def class_count(model: nn.Module) -> int:
+    """How many classes a classifier tells apart, in timm's words or in those of transformers; 0 where nobody says."""
+    for name in ("num_classes", "num_labels"):
+        count = getattr(model, name, None)
+        if isinstance(count, int):
+            return count
+    return 0

@@ -250,6 +250,7 @@ def test_a_tower_inside_a_larger_model():
     assert not torch.equal(pooled, whole)
 
 
+@pytest.mark.slow
 def test_every_image_classifier_wraps_or_is_refused_with_a_reason():
     """All of the library's classes for image classification, without weights: nothing else may come of them."""
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
