@@ -18,6 +18,8 @@ from torch import nn
 from diffrate.errors import DiffRateError
 from diffrate.libraries import create, split_name
 
+ANY_SIZE = "caformer"  # how the names begin of models that are built without an input size
+
 
 def load_model(
     model: str,
@@ -66,9 +68,7 @@ def _create(
         if library != "timm":
             size = (img_size, img_size) if isinstance(img_size, int) else img_size
             return create(library, own_name, pretrained, num_classes, size, model_kwargs)
-        created: nn.Module = timm.create_model(
-            name, pretrained=pretrained, num_classes=num_classes, img_size=img_size, **model_kwargs
-        )
+        created = create_timm(name, img_size, pretrained=pretrained, num_classes=num_classes, **model_kwargs)
     except DiffRateError:
         raise
     except (
@@ -76,6 +76,18 @@ def _create(
     ) as error:  # timm raises every kind of exception here: bad arguments, no network, no such tag
         raise DiffRateError(f"{library} could not build {name}: {first_line(error)}") from error
     return created
+
+
+def create_timm(name: str, img_size: int | tuple[int, int] | None, **arguments: Any) -> nn.Module:
+    """timm.create_model for an input size, also for models that take any."""
+    if img_size is None or not name.startswith(ANY_SIZE):
+        built: nn.Module = timm.create_model(name, img_size=img_size, **arguments)
+        return built
+    model: Any = timm.create_model(name, **arguments)
+    size = (img_size, img_size) if isinstance(img_size, int) else img_size
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, *size)}
+    made: nn.Module = model
+    return made
 
 
 def _load_weights(model: nn.Module, name: str, checkpoint: Path) -> None:

@@ -18,7 +18,7 @@ from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.dense.fpn import Scales, SemanticFPN
 from diffrate.errors import DiffRateError
-from diffrate.models import first_line
+from diffrate.models import create_timm, first_line
 from diffrate.modes import evaluating
 from diffrate.schedule import Schedule
 
@@ -109,13 +109,10 @@ def build_segmenter(
             f"a segmentation model takes images of whole {STRIDE}-pixel patches, not {img_size}"
         )
     arguments: dict[str, Any] = {"num_classes": 0, "global_pool": "", "drop_path_rate": drop_path}
-    if not model.startswith("caformer"):  # which take any size
-        arguments["img_size"] = img_size
     try:
-        backbone: Any = timm.create_model(model, **arguments)
+        backbone = create_timm(model, img_size, **arguments)
     except Exception as error:  # timm raises every kind of exception here
         raise DiffRateError(f"timm could not build {model}: {first_line(error)}") from error
-    backbone.pretrained_cfg = {**(backbone.pretrained_cfg or {}), "input_size": (3, *img_size)}
     if checkpoint is not None:
         _load_backbone(backbone, model, Path(checkpoint))
     return Segmenter(backbone, classes, width)
