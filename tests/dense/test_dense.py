@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +15,7 @@ from backbones.slow import noisy
 from backbones.test_timm_metaformer import shrunk
 from conftest import check_refused
 from diffrate.backbones import backbone_of
+from diffrate.costs.macs import MacCost
 from diffrate.dense import (
     SegmentationRecipe,
     Segmenter,
@@ -23,10 +25,11 @@ from diffrate.dense import (
     train_segmenter,
 )
 from diffrate.dense.camvid import CLASSES, VOID, Scenes, normalized
-from diffrate.dense.choosing import choose_schedule
+from diffrate.dense.choosing import choose_schedule, plateaus
 from diffrate.dense.fpn import SemanticFPN
 from diffrate.dense.miou import confusion, score
 from diffrate.dense.training import augmented
+from diffrate.searching.budget import Space
 
 CPU = torch.device("cpu")
 
@@ -37,8 +40,6 @@ def small_segmenter(name):
     if name == "caformer":
         with shrunk():
             return build_segmenter("caformer_s18", len(CLASSES), (64, 96), width=16)
-    import timm
-
     backbone = timm.create_model(
         "vit_tiny_patch16_224",
         img_size=(64, 96),
@@ -183,6 +184,19 @@ def test_training_learns(scenes_folder):
     assert trained.history[-1]["loss"] < 0.7 * trained.history[0]["loss"]
     assert trained.score.miou > before + 15
     assert evaluate_segmenter(model, scenes, CPU).miou == pytest.approx(trained.score.miou)
+
+
+def test_plateaus_are_on_the_budget_and_flat_at_the_end():
+    backbone = backbone_of(timm.create_model("vit_tiny_patch16_224", num_classes=0, global_pool=""))
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    budget = 0.75 * float(space.gmacs(torch.full_like(space.most, 197)))
+    found = plateaus(space, budget)
+    assert len(found) == 4
+    for counts in found:
+        assert float(space.gmacs(counts)) == pytest.approx(budget, rel=1e-3)
+        assert (counts[1:] <= counts[:-1]).all()
+        assert counts[0] == 197
+        assert counts[-1] == counts[-2] == counts[-3]
 
 
 def test_choosing_a_schedule_meets_the_budget():
