@@ -212,7 +212,7 @@ def slow_head(model, x, size):
     return model.head(model.fc_norm(pooled))
 
 
-ISOTROPIC = (*MODULES, "eva")
+ISOTROPIC = (*MODULES, "eva", "beit", "vision_transformer_relpos", "naflexvit")
 
 
 def test_counts(capsys):

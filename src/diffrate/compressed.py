@@ -237,14 +237,15 @@ def run_block(
 ) -> Tokens:
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
     removes = merge < tokens.count
-    if not removes and (tokens.size is None or not operator.proportional):
+    weighed = operator.proportional and tokens.size is not None
+    if not removes and not weighed and backbone.runs_whole(tokens.positions):
         return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
     if removes:
         attended, importance = attend_and_rank(backbone, i, tokens, operator)
         attended = reduce_tokens(attended, importance, prune, merge, operator)
     else:
         attention = backbone.open_attention(i, tokens.x, tokens.positions)
-        mixed = mix(attention, tokens.key_bias())
+        mixed = mix(attention, attention.logit_bias(tokens.key_bias() if weighed else None))
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
     return finish_block(backbone, i, attended)
 
@@ -253,6 +254,7 @@ def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operat
     """The first half of a block that removes tokens: x + attention, and (B, N - prefix) importances."""
     bias = tokens.key_bias() if operator.proportional else None
     attention = backbone.open_attention(i, tokens.x, tokens.positions)
+    bias = attention.logit_bias(bias)
     if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
         weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
         mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
@@ -269,9 +271,9 @@ def finish_block(backbone: Backbone, i: int, tokens: Tokens) -> Tokens:
 
 
 def mix(attention: Attention, key_bias: Tensor | None) -> Tensor:
-    """(B, heads, N, d) values mixed by attention, with the key bias added to the logits of every query."""
-    q, k, v, scale, dropout = attention
-    mask = None if key_bias is None else key_bias[:, None, None].to(q.dtype)
+    """(B, heads, N, d) values mixed by attention, with a bias of keys, or of pairs of tokens, added to the logits."""
+    q, k, v, scale, dropout, _ = attention
+    mask = None if key_bias is None else ranking.per_logit(key_bias).to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
 
 
@@ -279,7 +281,7 @@ def importance_of(
     attention: Attention, bias: Tensor | None, tokens: Tokens, block: int, operator: Operator
 ) -> Tensor:
     """(B, N - prefix) scores by the metrics that need one row of the attention matrix, or none."""
-    q, k, v, scale, _ = attention
+    q, k, v, scale = attention[:4]
     match operator.importance:
         case "class-attention":
             return ranking.class_attention(q, k, scale, bias, tokens.prefix)

@@ -21,6 +21,7 @@ from diffrate.devices import full_precision
 from diffrate.errors import DiffRateError
 from diffrate.operator import Operator
 from diffrate.proxy import Kept, hard_mask
+from diffrate.ranking import per_logit
 from diffrate.reduction import take
 from diffrate.tokens import Tokens
 
@@ -75,7 +76,7 @@ def _padded(k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor) -> tuple[Tenso
 
 def _attend(scores: Tensor, key_bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Attention weights over what each query sees, and the log-sum of each row."""
-    logits = _at_least_fp32(scores) + key_bias[:, None, None]
+    logits = _at_least_fp32(scores) + per_logit(key_bias)
     logits = torch.where(_visible(scores, mask), logits, float("-inf"))
     log_sum = logits.logsumexp(dim=-1, keepdim=True)
     return (logits - log_sum).exp().to(scores.dtype), log_sum
@@ -87,7 +88,7 @@ def _sensitivities(
     """Weights, and the gradients of scores and masks, from that of the weights (B, heads, N, N)."""
     # What each key would weigh if it were live; for live keys, what it weighs. Capped: a dead key's logit can lie
     # far above the row's sum, and its gradient only has to be large.
-    weight = (_at_least_fp32(scores) + key_bias[:, None, None] - log_sum).clamp_max(20.0).exp()
+    weight = (_at_least_fp32(scores) + per_logit(key_bias) - log_sum).clamp_max(20.0).exp()
     sensitivity = weight * (by_weight - delta)
     grad_mask = torch.where(_itself(scores), 0.0, sensitivity).sum(dim=(1, 2))
     visible = _visible(scores, mask)
@@ -151,8 +152,10 @@ def masked_logits(
     ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
     tokens = Masked(x, ones, ones, first.patches)
     for i in range(backbone.layout.depth):
-        q, k, v, scale, _ = backbone.open_attention(i, tokens.x, positions)  # no token moves
+        attention = backbone.open_attention(i, tokens.x, positions)  # no token moves
+        q, k, v, scale = attention[:4]
         bias = tokens.size.log() if operator.proportional else torch.zeros_like(tokens.size)
+        bias = bias if attention.bias is None else attention.bias + per_logit(bias)
         mixed = MaskedAttention.apply(q, k, v, bias, tokens.mask, scale)
         tokens = replace(tokens, x=backbone.close_attention(i, tokens.x, mixed))
         if i in compressed:
@@ -233,7 +236,7 @@ def _importance(q: Tensor, k: Tensor, scale: float, bias: Tensor, mask: Tensor, 
     """(B, N) attention over live keys, mean over heads: the class token's, or the mean of all live queries."""
     live = mask > 0.5
     queries = q if operator.importance == "image-attention" else q[:, :, :1]
-    logits = (queries @ k.transpose(-2, -1)).float() * scale + bias[:, None, None]
+    logits = (queries @ k.transpose(-2, -1)).float() * scale + per_logit(bias)[:, :, : queries.shape[2]]
     attention = logits.masked_fill(~live[:, None, None], float("-inf")).softmax(dim=-1).mean(dim=1)
     if operator.importance != "image-attention":
         return attention.squeeze(1)

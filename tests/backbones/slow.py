@@ -43,15 +43,18 @@ class Slow:
 
 @contextlib.contextmanager
 def spelled_out(size: Tensor) -> Iterator[list[Tensor]]:
-    """Replace fused attention by softmax(q k / sqrt(d) + log(size)) v; yields the attention matrices it used."""
+    """Replace fused attention by softmax(q k / sqrt(d) + log(size)) v; yields the attention matrices it used.
+
+    A mask is what the library itself adds to its logits.
+    """
     used: list[Tensor] = []
 
     def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
-        assert attn_mask is None
         assert dropout_p == 0.0
         assert not is_causal
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        weights = (q @ k.transpose(-2, -1) * scale + size.log()).softmax(dim=-1)
+        logits = q @ k.transpose(-2, -1) * scale + size.log()
+        weights = (logits if attn_mask is None else logits + attn_mask).softmax(dim=-1)
         used.append(weights)
         return weights @ v
 

@@ -10,11 +10,12 @@ from diffrate.backbones.openclip_vit import OpenClipViT
 from diffrate.backbones.refusals import reason_for, refusal
 from diffrate.backbones.timm_eva import TimmEva
 from diffrate.backbones.timm_metaformer import TimmMetaFormer
+from diffrate.backbones.timm_relpos import TimmRelPos
 from diffrate.backbones.timm_vit import TimmViT
 from diffrate.backbones.torchvision_vit import TorchvisionViT
 
 FAMILIES: tuple[type[Backbone], ...] = (
-    *(TimmViT, TimmEva, TimmMetaFormer),
+    *(TimmViT, TimmEva, TimmRelPos, TimmMetaFormer),
     *(HfViT, TorchvisionViT, OpenClipViT),
 )
 

@@ -48,13 +48,23 @@ class Layout:
 
 
 class Attention(NamedTuple):
-    """One block's attention, opened up: q, k, v (B, heads, N, d), the logit scale and the dropout in force."""
+    """One block's attention, opened up: q, k, v (B, heads, N, d), the logit scale and the dropout in force.
+
+    bias  (B or 1, heads, N, N) what the model adds to the logits of each pair of tokens, or None.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
     dropout: float
+    bias: Tensor | None = None
+
+    def logit_bias(self, key_bias: Tensor | None) -> Tensor | None:
+        """The model's own bias and that of keys (B, N) together: (B, N) where there is only the latter."""
+        if self.bias is None:
+            return key_bias
+        return self.bias if key_bias is None else self.bias + key_bias[:, None, None].to(self.bias.dtype)
 
 
 class BlockMacs(NamedTuple):
@@ -107,6 +117,10 @@ class Backbone(ABC):
         """The same from the embedding `x` of these images."""
         track = track or self.layout.restores
         return start(x, self.layout.prefix, track, self.positions(images), self.grid(images))
+
+    def runs_whole(self, positions: Positions | None) -> bool:
+        """Whether `block` can run tokens that sit there: not where it looks positions up by itself."""
+        return True
 
     @abstractmethod
     def block(self, i: int, x: Tensor, positions: Positions | None = None) -> Tensor:

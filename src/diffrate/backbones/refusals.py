@@ -20,8 +20,6 @@ RELATIVE = (
 
 # By module of timm.models.
 TIMM_REASONS = {
-    "beit": RELATIVE,
-    "vision_transformer_relpos": RELATIVE,
     "vision_transformer_sam": WINDOWS,
     "swin_transformer": WINDOWS,
     "swin_transformer_v2": WINDOWS,
