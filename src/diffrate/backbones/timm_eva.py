@@ -35,6 +35,11 @@ class TimmEva(TimmViT):
     def accepts(cls, model: nn.Module) -> bool:
         return isinstance(model, Eva)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether each block has a rotary table of its own."""
+        return bool(getattr(self.model, "rope_mixed", False))
+
     def _refuse_unknown_classes(self) -> None:
         if type(self.model) is not Eva:
             self._refuse(f"{type(self.model).__name__} changes the forward pass of Eva in its own way")
@@ -66,11 +71,11 @@ class TimmEva(TimmViT):
         if self.model.rope is None:
             return None
         assert positions is not None, "the positions of these tokens were lost on the way"
-        table = positions.table[i] if self.model.rope_mixed else positions.table
+        table = positions.table[i] if self.mixed else positions.table
         if positions.index is None:
             return table
         places = positions.index[:, self.layout.prefix :] - self.layout.prefix
-        if self.model.rope_mixed:
+        if self.mixed:
             return table[:, places].transpose(0, 1)  # (B, heads, N', D)
         return table[places].unsqueeze(1)  # (B, 1, N', D)
 
@@ -94,8 +99,9 @@ class TimmEva(TimmViT):
         block = self.model.blocks[i]
         attn, pre_norm = block.attn, type(block) is EvaBlock
         y = attn.norm(mixed.transpose(1, 2).flatten(2))
-        if attn.gate is not None:
-            y = y * attn.gate(block.norm1(x) if pre_norm else x).sigmoid()
+        gate = getattr(attn, "gate", None)
+        if gate is not None:
+            y = y * gate(block.norm1(x) if pre_norm else x).sigmoid()
         y = attn.proj_drop(attn.proj(y))
         if not pre_norm:
             return x + block.drop_path1(block.norm1(y))
@@ -111,8 +117,9 @@ class TimmEva(TimmViT):
 
 def _project(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v (B, heads, N, d) of timm's EvaAttention or AttentionRope, fused or apart."""
+    head_dim = attn.proj.in_features // attn.num_heads
     if attn.qkv is None:
-        q, k, v = (proj(x).unflatten(2, (-1, attn.head_dim)).transpose(1, 2) for proj in _projections(attn))
+        q, k, v = (proj(x).unflatten(2, (-1, head_dim)).transpose(1, 2) for proj in _projections(attn))
         return q, k, v
     bias = attn.qkv.bias
     if getattr(attn, "q_bias", None) is not None:  # EvaAttention keeps them apart, with none for keys
@@ -121,7 +128,7 @@ def _project(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = attn.qkv(x) + bias
     else:
         qkv = F.linear(x, attn.qkv.weight, bias)
-    q, k, v = qkv.unflatten(2, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = qkv.unflatten(2, (3, attn.num_heads, head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 

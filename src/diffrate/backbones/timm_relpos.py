@@ -57,7 +57,7 @@ class TimmRelPos(Backbone):
             mean_pooled=vit.global_pool != "token",
             plain_mean=vit.global_pool == "avg",
             img_size=(height, width),
-            in_chans=vit.in_chans,
+            in_chans=vit.patch_embed.proj.in_channels,
             dynamic=False,
         )
 

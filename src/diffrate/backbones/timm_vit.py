@@ -175,8 +175,7 @@ class TimmViT(Backbone):
     def block_macs(self, i: int) -> BlockMacs:
         block = self.model.blocks[i]
         attn = block.attn
-        width = attn.num_heads * attn.head_dim
-        return BlockMacs(linear_macs(attn), 2 * width, linear_macs(block.mlp))
+        return BlockMacs(linear_macs(attn), 2 * attn.proj.in_features, linear_macs(block.mlp))
 
     def head_macs(self) -> tuple[float, float]:
         model = self.model
