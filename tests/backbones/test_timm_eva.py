@@ -8,6 +8,7 @@ import timm
 import torch
 from timm.models import eva
 from timm.models._registry import _model_to_module
+from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
 from backbones.slow import Slow, check, check_search, falling, noisy, remember, slow_logits
@@ -136,3 +137,12 @@ def test_positions_are_those_of_the_target():
         assert len(set(index[b].tolist())) == index.shape[1]
         for place, patch in enumerate(index[b, 1:].tolist(), start=1):
             assert tokens.patches[b, patch - 1] == place  # the patch it sits on is one that it stands for
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if timm.is_model(KINDS[kind])])
+def test_macs_are_those_of_the_counter(kind):
+    model = build(KINDS[kind]).requires_grad_(False)  # the counter follows gradients
+    for kept in (None, falling(model)):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            diffrate.compress(model, kept)(torch.zeros(1, 3, *size(model)))
+        assert diffrate.gmacs(model, kept) == pytest.approx(counter.get_total_flops() / 2e9, rel=0.01)
