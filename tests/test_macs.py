@@ -6,6 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
+from conftest import every_token
 from diffrate import Schedule, gmacs, published
 from diffrate.costs import MacCost
 
@@ -32,7 +33,7 @@ def counted(model, schedule=None, operator=None):
     device = next(model.parameters()).device
     images = torch.zeros(1, layout.in_chans, *layout.img_size, device=device)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        fast.backbone.head(fast.forward_tokens(images))
+        every_token(fast, images)
     return counter.get_total_flops() / 2e9
 
 

@@ -102,3 +102,8 @@ def test_unknown_argument_and_unknown_tag_are_one_sentence() -> None:
         with pytest.raises(DiffRateError, match="timm could not build") as error:
             load_model(name, pretrained=not kwargs, model_kwargs=kwargs)
         assert "\n" not in str(error.value)
+
+
+def test_a_model_that_takes_any_size_is_told_which() -> None:
+    assert input_size(load_model("caformer_s18", img_size=(96, 160))) == (96, 160)
+    assert input_size(load_model("caformer_s18")) == (224, 224)

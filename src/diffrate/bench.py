@@ -15,6 +15,7 @@ from diffrate.costs.macs import MacCost
 from diffrate.devices import autocast, now
 from diffrate.errors import DiffRateError
 from diffrate.modes import frozen
+from diffrate.outputs import main_output
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import Space
 
@@ -104,12 +105,12 @@ def _measured(
 
 def plain_step(backbone: Backbone, images: Tensor, labels: Tensor) -> None:
     """Forward and backward to the tokens of the first block: all that a frozen model can be asked for."""
-    x = backbone.embed(images).detach().requires_grad_(True)
+    tokens = backbone.start(images)
+    x = tokens.x.detach().requires_grad_(True)
     y = x
     for i in range(backbone.layout.depth):
-        y = backbone.block(i, y)
-    logits = backbone.model.forward_head(backbone.norm(y))  # type: ignore[operator]
-    logits = logits[0] if isinstance(logits, tuple) else logits
+        y = backbone.block(i, y, tokens.positions)
+    logits = main_output(backbone.head(tokens.with_features(backbone.norm(y))))
     nn.functional.cross_entropy(logits.float(), labels).backward()
 
 

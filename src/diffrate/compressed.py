@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from diffrate import kernels, ranking
 from diffrate.backbones import Backbone, Layout, backbone_of
 from diffrate.backbones.base import Attention
+from diffrate.backbones.timm_metaformer import TimmMetaFormer
 from diffrate.mixing import mix
 from diffrate.operator import Operator
+from diffrate.outputs import class_count
 from diffrate.reduction import reduce_tokens, restore
 from diffrate.schedule import Schedule, ScheduleError
 from diffrate.steps import step
-from diffrate.tokens import Tokens, start
+from diffrate.tokens import Tokens
 
 
 def compress(
@@ -44,7 +46,8 @@ def compress(
     """
     if isinstance(model, CompressedModel):
         model = model.original
-    layout = backbone_of(model).layout
+    backbone = backbone_of(model)
+    layout = backbone.layout
     if schedule is None:
         schedule = Schedule.identity(layout.depth, layout.tokens, layout.prefix)
     operator = schedule.operator.changed(
@@ -55,6 +58,10 @@ def compress(
         choice=choice,
         seed=seed,
     )
+    if backbone.library == "transformers":
+        from diffrate.hf import CompressedTower
+
+        return CompressedTower(model, schedule, operator)
     return CompressedModel(model, schedule, operator)
 
 
@@ -85,9 +92,10 @@ class CompressedModel(nn.Module):
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, N', C) tokens after the last norm."""
         tokens = self.forward_tokens(images)
+        features = self.backbone.features(tokens)
         if self.backbone.layout.mean_pooled and not torch.compiler.is_compiling():
-            tokens.x.token_size = tokens.size  # type: ignore[attr-defined]  # forward_head weighs by it
-        return tokens.x
+            features.token_size = tokens.size  # type: ignore[attr-defined]  # forward_head weighs by it
+        return features
 
     def forward_head(self, features: Tensor, pre_logits: bool = False, size: Tensor | None = None) -> Any:
         """Pool and classify what forward_features returned.
@@ -96,6 +104,8 @@ class CompressedModel(nn.Module):
         `size` (from forward_tokens) where that tensor was transformed in between.
         """
         layout = self.backbone.layout
+        if isinstance(self.backbone, TimmMetaFormer):
+            return self.backbone.classify(features, pre_logits)
         known = size is not None or hasattr(features, "token_size")  # None there: every token counts once
         size = getattr(features, "token_size", None) if size is None else size
         if not known and layout.mean_pooled and not self._removes_nothing(features.shape[1]):
@@ -115,6 +125,8 @@ class CompressedModel(nn.Module):
         intermediates_only: bool = False,
     ) -> Any:
         """timm's interface to inner features: grids are restored, so shapes are those of the original model."""
+        if isinstance(self.backbone, TimmMetaFormer):
+            return self._stage_maps(self.backbone, images, indices, intermediates_only)
         chosen, _ = feature_take_indices(
             self.backbone.layout.depth, indices if isinstance(indices, int | None) else list(indices)
         )
@@ -130,6 +142,25 @@ class CompressedModel(nn.Module):
             prefix = x[:, : tokens.prefix]
             intermediates.append((grid, prefix) if return_prefix_tokens and tokens.prefix else grid)
         return intermediates if intermediates_only else (self.backbone.norm(final.x), intermediates)
+
+    def _stage_maps(
+        self,
+        backbone: TimmMetaFormer,
+        images: Tensor,
+        indices: int | Sequence[int] | None,
+        intermediates_only: bool,
+    ) -> Any:
+        """The feature map of each chosen stage, the compressed one restored."""
+        stages = len(backbone.model.stages)
+        chosen, _ = feature_take_indices(
+            stages, indices if isinstance(indices, int | None) else list(indices)
+        )
+        early = backbone.early(images)
+        tokens, _ = self._walk_from(backbone.start_with(backbone.embed_map(early[-1]), images))
+        restored = backbone.restored(tokens)
+        maps = [*early[: backbone.index], restored, *backbone.late(restored)]
+        taken = [maps[i] for i in chosen]
+        return taken if intermediates_only else (maps[-1], taken)
 
     def get_intermediate_layers(
         self,
@@ -159,7 +190,7 @@ class CompressedModel(nn.Module):
 
     @property
     def num_classes(self) -> int:
-        return int(self.original.num_classes)  # type: ignore[arg-type]
+        return class_count(self.original)
 
     @property
     def num_features(self) -> int:
@@ -186,7 +217,12 @@ class CompressedModel(nn.Module):
     ) -> tuple[Tokens, list[Tokens]]:
         """The tokens after the last block, and after those of `collect`; `for_head`: only what the head looks at."""
         with step("embedding"):
-            tokens = start(self.backbone.embed(images), self.backbone.layout.prefix, track)
+            tokens = self.backbone.start(images, track)
+        return self._walk_from(tokens, collect, for_head)
+
+    def _walk_from(
+        self, tokens: Tokens, collect: Collection[int] = (), for_head: bool = False
+    ) -> tuple[Tokens, list[Tokens]]:
         schedule = self._schedule_for(tokens.count)
         collected: list[Tokens] = []
         for i in range(schedule.depth):
@@ -223,13 +259,14 @@ def run_block(
 ) -> Tokens:
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
     removes = merge < tokens.count
-    if not removes and (tokens.size is None or not operator.proportional):
+    weighed = operator.proportional and tokens.size is not None
+    if not removes and not weighed and backbone.runs_whole(tokens.positions):
         with step("attention and MLP"):
-            return tokens.with_features(backbone.block(i, tokens.x))
+            return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
     if kernels.fast(tokens, operator):
         size = tokens.size if operator.proportional else None
         with step("attention"):
-            attention = backbone.open_attention(i, tokens.x)
+            attention = backbone.open_attention(i, tokens.x, tokens.positions)
             mixed = mix(attention, None if size is None else size.log())
             attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
         if removes:
@@ -241,7 +278,8 @@ def run_block(
         attended = reduce_tokens(attended, importance, prune, merge, operator)
     else:
         with step("attention"):
-            mixed = mix(backbone.open_attention(i, tokens.x), tokens.key_bias())
+            attention = backbone.open_attention(i, tokens.x, tokens.positions)
+            mixed = mix(attention, attention.logit_bias(tokens.key_bias() if weighed else None))
             attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
     return finish_block(backbone, i, attended)
 
@@ -250,17 +288,21 @@ def run_block_for_prefix(backbone: Backbone, i: int, tokens: Tokens, operator: O
     """The last block where the head looks at prefix tokens alone: they attend to all others, which go no further."""
     prefix, bias = tokens.prefix, tokens.key_bias() if operator.proportional else None
     with step("attention"):
-        attention = backbone.open_attention(i, tokens.x)
+        attention = backbone.open_attention(i, tokens.x, tokens.positions)
+        bias = attention.logit_bias(bias)
+        if bias is not None and bias.dim() == 4:
+            bias = bias[:, :, :prefix]
         mixed = mix(attention._replace(q=attention.q[:, :, :prefix]), bias)
         x = backbone.close_attention(i, tokens.x[:, :prefix], mixed)
-    return finish_block(backbone, i, Tokens(x, prefix))
+    return finish_block(backbone, i, Tokens(x, prefix, grid=tokens.grid))
 
 
 def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> tuple[Tokens, Tensor]:
     """The first half of a block that removes tokens: x + attention, and (B, N - prefix) importances."""
     bias = tokens.key_bias() if operator.proportional else None
     with step("attention"):
-        attention = backbone.open_attention(i, tokens.x)
+        attention = backbone.open_attention(i, tokens.x, tokens.positions)
+        bias = attention.logit_bias(bias)
         if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
             weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
             mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
@@ -283,7 +325,7 @@ def importance_of(
     attention: Attention, bias: Tensor | None, tokens: Tokens, block: int, operator: Operator
 ) -> Tensor:
     """(B, N - prefix) scores by the metrics that need one row of the attention matrix, or none."""
-    q, k, v, scale, _ = attention
+    q, k, v, scale = attention[:4]
     match operator.importance:
         case "class-attention":
             return ranking.class_attention(q, k, scale, bias, tokens.prefix)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from diffrate.devices import autocast, now
 from diffrate.errors import DiffRateError
 from diffrate.modes import evaluating
+from diffrate.outputs import main_output
 from diffrate.paired import bootstrap_intervals, mcnemar
 
 
@@ -78,7 +79,7 @@ def evaluate(
             for each, run in zip(models, runs, strict=True):
                 start = now(device)
                 with autocast(device, amp, amp_dtype):
-                    logits = each(images)
+                    logits = main_output(each(images))
                 run.add(logits, labels, now(device) - start)
     results = [run.summary() for run in runs]
     if compare is None:

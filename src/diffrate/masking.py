@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffrate.backbones import Backbone
+from diffrate.errors import DiffRateError
 from diffrate.operator import Operator
 from diffrate.proxy import Kept, hard_mask
-from diffrate.reduction import cosine
+from diffrate.ranking import per_logit
+from diffrate.reduction import cosine, take
 from diffrate.tokens import Tokens
 
 
@@ -34,7 +36,7 @@ class MaskedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float
     ) -> Tensor:
         key_bias, mask = key_bias.contiguous(), mask.contiguous()
-        attend = _kernels().attend if _on_chip(q) else _attend
+        attend = _kernels().attend if _on_chip(q, key_bias) else _attend
         out, log_sum = attend(q, k, v, key_bias, mask, scale)
         ctx.save_for_backward(q, k, v, key_bias, mask, out, log_sum)
         ctx.scale = scale
@@ -43,16 +45,20 @@ class MaskedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, key_bias, mask, out, log_sum = ctx.saved_tensors
-        backward = _kernels().attend_backward if _on_chip(q) else _attend_backward
+        backward = _kernels().attend_backward if _on_chip(q, key_bias) else _attend_backward
         grad_q, grad_k, grad_v, grad_mask = backward(
             grads[0].to(v.dtype), q, k, v, key_bias, mask, ctx.scale, out, log_sum
         )
         return grad_q, grad_k, grad_v, None, grad_mask.to(mask.dtype), None
 
 
-def _on_chip(x: Tensor) -> bool:
-    """Whether the kernels take these tensors: on a GPU in half precision. Everything else goes the plain way."""
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _kernels() is not None
+def _on_chip(x: Tensor, bias: Tensor) -> bool:
+    """Whether the kernels take these tensors: on a GPU, in half precision, without a bias of every pair of tokens.
+
+    Everything else goes the plain way.
+    """
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    return x.is_cuda and half and bias.dim() == 2 and _kernels() is not None
 
 
 @functools.cache
@@ -68,7 +74,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Mixed values over what each query sees, and the log-sum of each row."""
-    logits = _at_least_fp32((q * scale) @ k.transpose(-2, -1)) + key_bias[:, None, None]
+    logits = _at_least_fp32((q * scale) @ k.transpose(-2, -1)) + per_logit(key_bias)
     logits = torch.where(_visible(mask), logits, float("-inf"))
     log_sum = logits.logsumexp(dim=-1)
     return (logits - log_sum.unsqueeze(-1)).exp().to(v.dtype) @ v, log_sum
@@ -81,7 +87,7 @@ def _attend_backward(
     """Gradients of q, k, v and, (B, N), of the masks."""
     # What each key would weigh if it were live; for live keys, what it weighs. Capped: a dead key's logit can lie
     # far above the row's sum, and its gradient only has to be large.
-    logits = _at_least_fp32((q * scale) @ k.transpose(-2, -1)) + key_bias[:, None, None]
+    logits = _at_least_fp32((q * scale) @ k.transpose(-2, -1)) + per_logit(key_bias)
     weight = (logits - log_sum.unsqueeze(-1)).clamp_max(20.0).exp()
     by_weight = _at_least_fp32(grad @ v.transpose(-2, -1))
     sensitivity = weight * (by_weight - _at_least_fp32(grad * out).sum(dim=-1, keepdim=True))
@@ -115,11 +121,15 @@ def _fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Masked:
-    """Tokens with masks: features (B, N, C), sizes (B, N) and mask (B, N), 1 for live tokens, with its gradient."""
+    """Tokens with masks: features (B, N, C), sizes (B, N) and mask (B, N), 1 for live tokens, with its gradient.
+
+    patches  (B, P) the token that each patch went to, for models that restore their grid.
+    """
 
     x: Tensor
     size: Tensor
     mask: Tensor
+    patches: Tensor | None = None
 
 
 def masked_logits(
@@ -127,26 +137,32 @@ def masked_logits(
 ) -> Tensor:
     """Logits of the whole model with the counts of two proxies, block `compressed[j]` taking their row j."""
     prefix = backbone.layout.prefix
-    x = backbone.embed(images)
+    if backbone.layout.restores and operator.operation != "merge":
+        raise DiffRateError(
+            "a model that restores its grid is searched by masks with merging only: use operation merge"
+        )
+    first = backbone.start(images)
+    x, positions = first.x, first.positions
     ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
-    tokens = Masked(x, ones, ones)
+    tokens = Masked(x, ones, ones, first.patches)
     for i in range(backbone.layout.depth):
-        q, k, v, scale, _ = backbone.open_attention(i, tokens.x)
+        attention = backbone.open_attention(i, tokens.x, positions)  # no token moves
+        q, k, v, scale = attention[:4]
         bias = tokens.size.log() if operator.proportional else torch.zeros_like(tokens.size)
-        if i <= compressed[0]:  # nothing is masked yet
+        bias = bias if attention.bias is None else attention.bias + per_logit(bias)
+        if i <= compressed[0] and attention.bias is None:  # nothing is masked yet
             mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)
         else:
             mixed = MaskedAttention.apply(q, k, v, bias, tokens.mask, scale)
-        tokens = Masked(backbone.close_attention(i, tokens.x, mixed), tokens.size, tokens.mask)
+        tokens = replace(tokens, x=backbone.close_attention(i, tokens.x, mixed))
         if i in compressed:
             with torch.no_grad():
                 queries = q if operator.importance == "image-attention" else q[:, :, :1]
                 importance, rank = _fused(_ranked, x)(queries, k, scale, bias, tokens.mask, prefix)
             row = compressed.index(i)
             tokens = reduce_masked(tokens, importance, rank, prune, merge, row, prefix, operator)
-        tokens = Masked(backbone.mlp(i, tokens.x), tokens.size, tokens.mask)
-    x = backbone.norm(tokens.x)
-    logits = _masked_head(backbone, x, tokens)
+        tokens = replace(tokens, x=backbone.mlp(i, tokens.x))
+    logits = _masked_head(backbone, replace(tokens, x=backbone.norm(tokens.x)), first.grid)
     return logits[0] if isinstance(logits, tuple) else logits
 
 
@@ -169,12 +185,16 @@ def reduce_masked(
         operator.operation,
     )  # fmt: skip
     if operator.operation == "prune":
-        return Masked(tokens.x, tokens.size, left)
+        return replace(tokens, mask=left)
     with torch.no_grad():
         weights = {"plain": None, "size": tokens.size, "attention": importance}
         similarity, index = _most_similar(tokens.x, target)
         size, own, sent = _fused(_shares, rank)(tokens.size, weights[operator.mean], joins, similarity, index)
-    return Masked(Join.apply(tokens.x, own, sent, index), size, left)
+        patches = tokens.patches
+        if patches is not None:
+            here = torch.arange(index.shape[1], device=index.device)
+            patches = torch.where(joins & similarity.isfinite(), index, here).gather(1, patches)
+    return Masked(Join.apply(tokens.x, own, sent, index), size, left, patches)
 
 
 def _ranked(
@@ -185,7 +205,7 @@ def _ranked(
     queries  the class token's alone, or all.
     """
     live = mask > 0.5
-    logits = (queries @ k.transpose(-2, -1)).float() * scale + bias[:, None, None]
+    logits = (queries @ k.transpose(-2, -1)).float() * scale + per_logit(bias)[:, :, : queries.shape[2]]
     attention = logits.masked_fill(~live[:, None, None], float("-inf")).softmax(dim=-1).mean(dim=1)
     if attention.shape[1] > 1:
         attention = attention * live.float().unsqueeze(-1) / live.float().sum(dim=1)[:, None, None]
@@ -275,7 +295,13 @@ def _from_joined(grad: Tensor, own: Tensor, sent: Tensor, index: Tensor) -> Tens
     return own.unsqueeze(-1).to(grad.dtype) * grad + sent.unsqueeze(-1).to(grad.dtype) * theirs
 
 
-def _masked_head(backbone: Backbone, x: Tensor, tokens: Masked) -> Any:
+def _masked_head(backbone: Backbone, tokens: Masked, grid: tuple[int, int] | None) -> Any:
+    x = tokens.x
+    if tokens.patches is not None:
+        # A dead token's place in the grid takes its target's features; its mask says what its own would do there.
+        stand_in = take(x, tokens.patches)
+        x = stand_in + tokens.mask.unsqueeze(-1).to(x.dtype) * (x - stand_in)
+        return backbone.head(Tokens(x, backbone.layout.prefix, grid=grid))
     if not backbone.layout.mean_pooled:
         return backbone.head(Tokens(x, backbone.layout.prefix))
     # A dead token weighs nothing; its mask still carries the gradient of what it would weigh.

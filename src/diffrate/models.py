@@ -1,6 +1,6 @@
-"""Models by timm name, with weights from timm or from a checkpoint file.
+"""Models by name, timm's and those of libraries.py, with weights from their library or from a checkpoint file.
 
-timm does the work; this turns what can go wrong on the way (an unknown name, a missing or foreign checkpoint)
+The libraries do the work; this turns what can go wrong on the way (an unknown name, a missing or foreign checkpoint)
 into one sentence each.
 """
 
@@ -16,6 +16,9 @@ from timm.models import load_checkpoint
 from torch import nn
 
 from diffrate.errors import DiffRateError
+from diffrate.libraries import create, split_name
+
+ANY_SIZE = "caformer"  # how the names begin of models that are built without an input size
 
 
 def load_model(
@@ -26,7 +29,10 @@ def load_model(
     img_size: int | tuple[int, int] | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A timm model in eval mode; `checkpoint` (safetensors or torch weights) wins over `pretrained`."""
+    """A model in eval mode, by timm's name or as library:name.
+
+    `checkpoint` (safetensors or torch weights) wins over `pretrained`.
+    """
     if checkpoint is not None and not Path(checkpoint).is_file():
         raise DiffRateError(f"checkpoint {checkpoint} does not exist")
     created = _create(
@@ -53,19 +59,35 @@ def _create(
     img_size: int | tuple[int, int] | None,
     model_kwargs: dict[str, Any],
 ) -> nn.Module:
-    if ":" not in name and not timm.is_model(name):
+    library, own_name = split_name(name)
+    if library == "timm" and ":" not in name and not timm.is_model(name):
         near = timm.list_models(f"*{name.split('.')[0]}*")[:3]
         hint = f"; near to it are {', '.join(near)}" if near else ""
         raise DiffRateError(f"timm knows no model {name!r}{hint}")
     try:
-        created: nn.Module = timm.create_model(
-            name, pretrained=pretrained, num_classes=num_classes, img_size=img_size, **model_kwargs
-        )
+        if library != "timm":
+            size = (img_size, img_size) if isinstance(img_size, int) else img_size
+            return create(library, own_name, pretrained, num_classes, size, model_kwargs)
+        created = create_timm(name, img_size, pretrained=pretrained, num_classes=num_classes, **model_kwargs)
+    except DiffRateError:
+        raise
     except (
         Exception
     ) as error:  # timm raises every kind of exception here: bad arguments, no network, no such tag
-        raise DiffRateError(f"timm could not build {name}: {first_line(error)}") from error
+        raise DiffRateError(f"{library} could not build {name}: {first_line(error)}") from error
     return created
+
+
+def create_timm(name: str, img_size: int | tuple[int, int] | None, **arguments: Any) -> nn.Module:
+    """timm.create_model for an input size, also for models that take any."""
+    if img_size is None or not name.startswith(ANY_SIZE):
+        built: nn.Module = timm.create_model(name, img_size=img_size, **arguments)
+        return built
+    model: Any = timm.create_model(name, **arguments)
+    size = (img_size, img_size) if isinstance(img_size, int) else img_size
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, *size)}
+    made: nn.Module = model
+    return made
 
 
 def _load_weights(model: nn.Module, name: str, checkpoint: Path) -> None:

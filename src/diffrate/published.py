@@ -14,6 +14,7 @@ from torch import nn
 from diffrate.backbones import backbone_of
 from diffrate.costs.macs import gmacs as gmacs_of
 from diffrate.errors import DiffRateError
+from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 
 ORIGIN = "published with DiffRate (ICCV 2023)"
@@ -29,6 +30,8 @@ class Family:
     dim: int
     mean_pooled: bool
     models: tuple[str, ...]
+    prefix: int = 1
+    operator: Operator = Operator()
 
 
 FAMILIES = (
@@ -38,6 +41,7 @@ FAMILIES = (
     Family("ViT-B-MAE", 12, 197, 768, True, ("vit_base_patch16_224.mae",)),
     Family("ViT-L-MAE", 24, 197, 1024, True, ("vit_large_patch16_224.mae",)),
     Family("ViT-H-MAE", 32, 257, 1280, True, ("vit_huge_patch14_224.mae",)),
+    Family("CAFormer-S36", 18, 196, 320, True, ("caformer_s36",), 0, Operator(operation="merge")),
 )
 # Names whose architecture is that of a family, with other weights: its schedules are borrowed.
 SAME_SHAPE = {
@@ -63,11 +67,11 @@ def table() -> list[dict[str, Any]]:
             "family": family.name,
             "models": list(family.models),
             "gmacs": float(budget),
-            "prune": counts["prune"],
-            "merge": counts["merge"],
+            "prune": prune,
+            "merge": merge,
         }
         for family in FAMILIES
-        for budget, counts in _data()[family.name].items()
+        for budget, (prune, merge) in _counts(family).items()
     ]
 
 
@@ -76,6 +80,22 @@ def for_shape(depth: int, tokens: int, dim: int, mean_pooled: bool) -> list[dict
     alike = [f for f in FAMILIES if (f.depth, f.tokens, f.mean_pooled) == (depth, tokens, mean_pooled)]
     names = {f.name for f in alike if f.dim == dim} or {f.name for f in alike}
     return [row for row in table() if row["family"] in names]
+
+
+def _counts(family: Family) -> dict[str, tuple[list[int], list[int]]]:
+    """prune and merge counts by budget, one a block that is compressed.
+
+    CAFormer's go on to the stage behind: its last block, listed with the restored grid, and the last stage are cut off.
+    Nothing is pruned there, so each block hands all it received on to its merge.
+    """
+    found = {}
+    for budget, counts in _data()[family.name].items():
+        prune, merge = counts["prune"], counts["merge"]
+        if prune is None:
+            merge = [*merge[: family.depth - 1], merge[family.depth - 2]]
+            prune = [merge[0], *merge[:-1]]
+        found[budget] = (prune, merge)
+    return found
 
 
 def profiles() -> list[list[float]]:
@@ -110,7 +130,8 @@ def for_model(model: nn.Module, name: str, gmacs: float) -> tuple[Schedule, str 
     named = [f for f in same_shape if any(name == m or name.startswith(m + ".") for m in f.models)]
     pooled_alike = [f for f in same_shape if f.mean_pooled == layout.mean_pooled]
     families = named or pooled_alike or same_shape
-    if not families or layout.prefix != 1:
+    families = [f for f in families if f.prefix == layout.prefix]
+    if not families:
         shapes = "; ".join(f"{f.name}: {f.depth} blocks, {f.tokens} tokens, width {f.dim}" for f in FAMILIES)
         raise DiffRateError(
             f"no published schedule fits {name!r} ({layout.depth} blocks, {layout.tokens} tokens, width {layout.dim}); "
@@ -128,14 +149,16 @@ def for_model(model: nn.Module, name: str, gmacs: float) -> tuple[Schedule, str 
 
 
 def _schedule(family: Family, gmacs: float, model: str) -> Schedule:
-    budgets = {float(budget): counts for budget, counts in _data()[family.name].items()}
+    budgets = {float(budget): counts for budget, counts in _counts(family).items()}
     counts = budgets.get(round(gmacs, 3))
     if counts is None:
         known = ", ".join(f"{b:g}" for b in budgets)
         raise DiffRateError(f"no schedule of {gmacs:g} GMACs is published for {model}; there are {known}")
     return Schedule(
-        prune=tuple(counts["prune"]),
-        merge=tuple(counts["merge"]),
+        prune=tuple(counts[0]),
+        merge=tuple(counts[1]),
+        prefix=family.prefix,
+        operator=family.operator,
         model=model,
         img_size=(224, 224),
         cost={"paper_gmacs": round(gmacs, 3)},

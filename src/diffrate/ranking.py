@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 
+def per_logit(bias: Tensor) -> Tensor:
+    """A bias of keys (B, N), or one of every pair of tokens (B, heads, N, N), in a shape that adds to logits."""
+    return bias[:, None, None] if bias.dim() == 2 else bias
+
+
 def class_attention_row(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | None) -> Tensor:
     """(B, heads, N) attention of the class token (index 0), key bias included: one row, never the whole matrix."""
     logits = (q[:, :, :1] @ k.transpose(-2, -1)).squeeze(2).float() * scale
     if key_bias is not None:
-        logits = logits + key_bias[:, None]
+        logits = logits + per_logit(key_bias)[:, :, 0]
     return logits.softmax(dim=-1)
 
 
@@ -35,7 +40,7 @@ def attention_weights(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | Non
     """(B, heads, N, N) the whole attention matrix, key bias included."""
     logits = (q @ k.transpose(-2, -1)).float() * scale
     if key_bias is not None:
-        logits = logits + key_bias[:, None, None]
+        logits = logits + per_logit(key_bias)
     return logits.softmax(dim=-1)
 
 

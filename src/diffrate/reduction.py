@@ -6,6 +6,8 @@ Functions of tensors that know no model. Tokens come out prefix in front, then i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -79,11 +81,12 @@ def keep_first(
     patches = tokens.patches
     if patches is not None:
         patches = move_patches(patches, pruned_destinations(tokens, order, keep))
-    kept = Tokens(
-        take(tokens.x, chosen),
-        tokens.prefix,
-        None if tokens.size is None else tokens.size.gather(1, chosen),
-        patches,
+    kept = replace(
+        tokens,
+        x=take(tokens.x, chosen),
+        size=None if tokens.size is None else tokens.size.gather(1, chosen),
+        patches=patches,
+        positions=None if tokens.positions is None else tokens.positions.taken(chosen),
     )
     return kept, None if weight is None else weight.gather(1, chosen)
 
@@ -135,11 +138,14 @@ def join(
     merged = merged.index_add_(0, flat_rows(target, keep), (x[:, keep:] * given).flatten(0, 1))
     merged = merged.unflatten(0, (x.shape[0], keep))
 
-    patches = tokens.patches
+    patches, positions = tokens.patches, tokens.positions
+    stay = torch.arange(keep, device=x.device).expand(x.shape[0], -1)
     if patches is not None:
-        stay = torch.arange(keep, device=x.device).expand(x.shape[0], -1)
         patches = move_patches(patches, torch.cat([stay, target], dim=1))
-    return Tokens(merged, tokens.prefix, size, patches), None if weight is None else total
+    if positions is not None:
+        positions = positions.taken(stay)
+    joined = replace(tokens, x=merged, size=size, patches=patches, positions=positions)
+    return joined, None if weight is None else total
 
 
 def most_similar(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

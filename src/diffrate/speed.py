@@ -10,11 +10,10 @@ import copy
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffrate import kernels, methods
@@ -23,9 +22,9 @@ from diffrate.compressed import checked, compress
 from diffrate.costs.macs import MacCost
 from diffrate.devices import now
 from diffrate.errors import DiffRateError
+from diffrate.mixing import mix
 from diffrate.schedule import Schedule
 from diffrate.steps import MARK, STEPS
-from diffrate.tokens import Tokens
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MODES = ("eager", "compiled", "graph", "compiled-graph")
@@ -67,16 +66,20 @@ class OracleSlice(nn.Module):
         self.kept = checked(schedule, self.backbone.layout).effective.merge
 
     def forward(self, images: Tensor) -> Any:
-        x = self.backbone.embed(images)
+        backbone, tokens = self.backbone, self.backbone.start(images)
         for i, keep in enumerate(self.kept):
-            if keep == x.shape[1]:
-                x = self.backbone.block(i, x)
+            if keep == tokens.count and backbone.runs_whole(tokens.positions):
+                tokens = tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
                 continue
-            q, k, v, scale, _ = self.backbone.open_attention(i, x)
-            mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)
-            x = self.backbone.close_attention(i, x, mixed)[:, :keep]
-            x = self.backbone.mlp(i, x)
-        return self.backbone.head(Tokens(self.backbone.norm(x), self.backbone.layout.prefix))
+            attention = backbone.open_attention(i, tokens.x, tokens.positions)
+            x = backbone.close_attention(i, tokens.x, mix(attention, attention.bias))[:, :keep]
+            positions = tokens.positions
+            if positions is not None:
+                positions = positions.taken(torch.arange(keep, device=x.device).expand(x.shape[0], -1))
+            tokens = replace(tokens, x=backbone.mlp(i, x), positions=positions)
+        if tokens.patches is not None:  # the grid is restored: what was cut takes the last token
+            tokens = replace(tokens, patches=tokens.patches.clamp_max(tokens.count - 1))
+        return backbone.head(tokens.with_features(backbone.norm(tokens.x)))
 
 
 @dataclass(frozen=True)

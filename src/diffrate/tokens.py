@@ -9,6 +9,32 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Where tokens sit, for models whose attention looks at it (rotary embeddings, for one).
+
+    table  the model's own values for this input, by patch; only the model's adapter looks inside.
+    index  (B, N) whose place each token has: that of input token index[b, n]. A merged token keeps its target's.
+           None while every token is where it began.
+    """
+
+    table: Tensor
+    index: Tensor | None = None
+
+    def taken(self, chosen: Tensor) -> Positions:
+        """For the tokens `chosen` (B, K), in that order."""
+        return replace(self, index=chosen if self.index is None else self.index.gather(1, chosen))
+
+    def rows(self, chosen: slice) -> Positions:
+        return self if self.index is None else replace(self, index=self.index[chosen])
+
+    def indices(self, batch: int, count: int) -> Tensor:
+        """(B, N) the index, spelled out where every token is still where it began."""
+        if self.index is not None:
+            return self.index
+        return torch.arange(count, device=self.table.device).expand(batch, -1)
+
+
+@dataclass(frozen=True)
 class Tokens:
     """One batch of token sequences between two steps of the walk.
 
@@ -18,12 +44,16 @@ class Tokens:
     patches  (B, P) for each input patch the index of its token in the sequence, or None when nobody asked.
              A pruned patch holds ~t (negative): it has no token, and t is the one that stands in for it when
              the grid is restored.
+    positions  where each token sits, or None for models that ask only while they embed.
+    grid     (rows, columns) of the input's patches, where it is known.
     """
 
     x: Tensor
     prefix: int
     size: Tensor | None = None
     patches: Tensor | None = None
+    positions: Positions | None = None
+    grid: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -43,9 +73,40 @@ class Tokens:
         return None if self.size is None else self.size.log()
 
 
-def start(x: Tensor, prefix: int, track: bool) -> Tokens:
+def rows(tokens: Tokens, chosen: slice) -> Tokens:
+    """A part of the batch."""
+    return replace(
+        tokens,
+        x=tokens.x[chosen],
+        size=None if tokens.size is None else tokens.size[chosen],
+        patches=None if tokens.patches is None else tokens.patches[chosen],
+        positions=None if tokens.positions is None else tokens.positions.rows(chosen),
+    )
+
+
+def stacked(a: Tokens, b: Tokens) -> Tokens:
+    """Two batches of equally many tokens as one."""
+    size = patches = None
+    if a.size is not None or b.size is not None:
+        size = torch.cat([a.sizes(), b.sizes()])
+    if a.patches is not None and b.patches is not None:
+        patches = torch.cat([a.patches, b.patches])
+    positions = a.positions
+    if a.positions is not None and b.positions is not None:
+        places = [p.indices(t.x.shape[0], t.count) for p, t in ((a.positions, a), (b.positions, b))]
+        positions = replace(a.positions, index=torch.cat(places))
+    return replace(a, x=torch.cat([a.x, b.x]), size=size, patches=patches, positions=positions)
+
+
+def start(
+    x: Tensor,
+    prefix: int,
+    track: bool,
+    positions: Positions | None = None,
+    grid: tuple[int, int] | None = None,
+) -> Tokens:
     """The tokens as they leave the embedding: patch p is token prefix + p."""
     patches = None
     if track:
         patches = torch.arange(prefix, x.shape[1], device=x.device).expand(x.shape[0], -1)
-    return Tokens(x, prefix, None, patches)
+    return Tokens(x, prefix, None, patches, positions, grid)

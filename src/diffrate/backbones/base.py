@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from diffrate.errors import UnsupportedModelError
-from diffrate.tokens import Tokens
+from diffrate.tokens import Positions, Tokens, start
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Layout:
     plain_mean      whether it does so by their mean alone, and not by a maximum or by attention.
     img_size        (height, width) of the model's own input; in_chans its channels.
     dynamic         whether other input sizes are accepted.
+    restores        whether the whole grid is restored behind the blocks, so that the patch map is always needed.
     """
 
     depth: int
@@ -39,6 +40,7 @@ class Layout:
     img_size: tuple[int, int]
     in_chans: int
     dynamic: bool
+    restores: bool = False
 
     @property
     def compresses_last_block(self) -> bool:
@@ -47,13 +49,23 @@ class Layout:
 
 
 class Attention(NamedTuple):
-    """One block's attention, opened up: q, k, v (B, heads, N, d), the logit scale and the dropout in force."""
+    """One block's attention, opened up: q, k, v (B, heads, N, d), the logit scale and the dropout in force.
+
+    bias  (B or 1, heads, N, N) what the model adds to the logits of each pair of tokens, or None.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
     dropout: float
+    bias: Tensor | None = None
+
+    def logit_bias(self, key_bias: Tensor | None) -> Tensor | None:
+        """The model's own bias and that of keys (B, N) together: (B, N) where there is only the latter."""
+        if self.bias is None:
+            return key_bias
+        return self.bias if key_bias is None else self.bias + key_bias[:, None, None].to(self.bias.dtype)
 
 
 class BlockMacs(NamedTuple):
@@ -73,10 +85,18 @@ class BlockProducts(NamedTuple):
     mlp: tuple[tuple[int, int], ...]
 
 
+def linear_macs(module: nn.Module) -> float:
+    """MACs per token of every linear layer inside a module."""
+    return float(sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear)))
+
+
 class Backbone(ABC):
     """One model, seen through the three questions. `accepts` is cheap; the constructor refuses what does not fit."""
 
-    describes: ClassVar[str]
+    describes: ClassVar[str]  # in a sentence
+    library: ClassVar[str] = "timm"
+    families: ClassVar[dict[str, str]]  # what people call the models, with a name that load_model takes
+    compresses: ClassVar[str] = "all blocks"
     model: nn.Module
     layout: Layout
 
@@ -95,13 +115,30 @@ class Backbone(ABC):
     def embed(self, images: Tensor) -> Tensor:
         """Images to (B, N, C) tokens with positions, as they enter the first block."""
 
+    def positions(self, images: Tensor) -> Positions | None:
+        """What blocks look up about where tokens sit; None where positions enter with the embedding alone."""
+        return None
+
+    def start(self, images: Tensor, track: bool = False) -> Tokens:
+        """The tokens of a batch as they enter the first block; with `track` they remember their patches."""
+        return self.start_with(self.embed(images), images, track)
+
+    def start_with(self, x: Tensor, images: Tensor, track: bool = False) -> Tokens:
+        """The same from the embedding `x` of these images."""
+        track = track or self.layout.restores
+        return start(x, self.layout.prefix, track, self.positions(images), self.grid(images))
+
+    def runs_whole(self, positions: Positions | None) -> bool:
+        """Whether `block` can run tokens that sit there: not where it looks positions up by itself."""
+        return True
+
     @abstractmethod
-    def block(self, i: int, x: Tensor) -> Tensor:
+    def block(self, i: int, x: Tensor, positions: Positions | None = None) -> Tensor:
         """Block i as the model itself runs it."""
 
     @abstractmethod
-    def open_attention(self, i: int, x: Tensor) -> Attention:
-        """Norm and projections of block i."""
+    def open_attention(self, i: int, x: Tensor, positions: Positions | None = None) -> Attention:
+        """Norm and projections of block i, queries and keys turned to their positions."""
 
     @abstractmethod
     def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
@@ -118,6 +155,10 @@ class Backbone(ABC):
     @abstractmethod
     def head(self, tokens: Tokens, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Pool normed tokens and classify, weighting by size where the head averages."""
+
+    def features(self, tokens: Tokens) -> Tensor:
+        """What the model's forward_features would return, from the normed tokens of the last block."""
+        return tokens.x
 
     @abstractmethod
     def block_macs(self, i: int) -> BlockMacs: ...

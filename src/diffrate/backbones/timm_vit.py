@@ -7,14 +7,16 @@ import math
 from typing import Any, ClassVar, cast
 
 from timm.layers import Attention as TimmAttention
-from timm.layers import AttentionPoolLatent, PatchDropout
+from timm.layers import AttentionPoolLatent
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 
-from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout, linear_macs
+from diffrate.backbones.refusals import refusal
 from diffrate.errors import UnsupportedModelError
-from diffrate.tokens import Tokens
+from diffrate.lvvit import LvViT
+from diffrate.tokens import Positions, Tokens
 
 BLOCK_PARTS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 ATTENTION_PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop"}
@@ -23,7 +25,15 @@ POOLS = ("", "token", "avg", "avgmax", "max", "map")
 
 class TimmViT(Backbone):
     describes: ClassVar[str] = "timm's VisionTransformer models with standard blocks"
+    families: ClassVar[dict[str, str]] = {
+        "ViT, DeiT, DeiT-III, MAE": "deit_small_patch16_224",
+        "LV-ViT": "lvvit_s",
+        "DINOv2, registers": "vit_small_patch14_reg4_dinov2",
+        "CLIP, SigLIP, SigLIP 2": "vit_base_patch16_siglip_224",
+    }
     model: Any  # a VisionTransformer: timm's modules carry no types of their own
+    block_parts: ClassVar[set[str]] = BLOCK_PARTS
+    attention_parts: ClassVar[set[str]] = ATTENTION_PARTS
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -49,11 +59,8 @@ class TimmViT(Backbone):
 
     def _refuse_what_does_not_fit(self) -> None:
         model = self.model
-        if type(model) not in (VisionTransformer, VisionTransformerDistilled):
-            self._refuse(
-                f"{type(model).__name__} changes the forward pass of VisionTransformer in its own way"
-            )
-        if isinstance(model.patch_drop, PatchDropout) and model.patch_drop.prob > 0:
+        self._refuse_unknown_classes()
+        if getattr(model.patch_drop, "prob", 0) > 0:
             self._refuse("patch dropout changes the number of tokens; build it with patch_drop_rate=0")
         if model.patch_embed.img_size is None:
             self._refuse("it has no input size of its own; build it with img_size")
@@ -68,6 +75,19 @@ class TimmViT(Backbone):
             if model.attn_pool.pos_embed is not None:
                 self._refuse("its pooling head adds positions to tokens, which merged tokens do not have")
         for i, block in enumerate(model.blocks):
+            unknown = (set(dict(block.named_children())) - self.block_parts) | (
+                set(dict(block.attn.named_children())) - self.attention_parts
+            )
+            if unknown:
+                self._refuse(f"block {i} has parts that are not known here: {', '.join(sorted(unknown))}")
+
+    def _refuse_unknown_classes(self) -> None:
+        model = self.model
+        if type(model) not in (VisionTransformer, VisionTransformerDistilled, LvViT):
+            self._refuse(
+                f"{type(model).__name__} changes the forward pass of VisionTransformer in its own way"
+            )
+        for i, block in enumerate(model.blocks):
             if type(block) not in (Block, ResPostBlock):
                 self._refuse(
                     f"block {i} is a {type(block).__name__}; tokens are removed between attention and MLP, "
@@ -77,16 +97,9 @@ class TimmViT(Backbone):
                 self._refuse(
                     f"the attention of block {i} is a {type(block.attn).__name__}, not timm's Attention"
                 )
-            unknown = (set(dict(block.named_children())) - BLOCK_PARTS) | (
-                set(dict(block.attn.named_children())) - ATTENTION_PARTS
-            )
-            if unknown:
-                self._refuse(f"block {i} has parts that are not known here: {', '.join(sorted(unknown))}")
 
     def _refuse(self, reason: str) -> None:
-        config = getattr(self.model, "pretrained_cfg", None) or {}
-        name = config.get("architecture") or type(self.model).__name__
-        raise UnsupportedModelError(f"{name} cannot be compressed: {reason}")
+        raise refusal(self.model, reason)
 
     def grid(self, images: Tensor) -> tuple[int, int]:
         embed = self.model.patch_embed
@@ -100,10 +113,10 @@ class TimmViT(Backbone):
         model = self.model
         return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
 
-    def block(self, i: int, x: Tensor) -> Tensor:
+    def block(self, i: int, x: Tensor, positions: Positions | None = None) -> Tensor:
         return self.model.blocks[i](x)
 
-    def open_attention(self, i: int, x: Tensor) -> Attention:
+    def open_attention(self, i: int, x: Tensor, positions: Positions | None = None) -> Attention:
         block = self.model.blocks[i]
         attn = block.attn
         normed = block.norm1(x) if type(block) is Block else x
@@ -143,11 +156,15 @@ class TimmViT(Backbone):
         pooled = model.head_drop(model.fc_norm(self._pool(tokens.x, tokens.size)))
         return pooled if pre_logits else model.head(pooled)
 
+    def _first_pooled(self) -> int:
+        """Where the tokens begin that a pooling head looks at."""
+        return 0 if self.model.pool_include_prefix else self.layout.prefix
+
     def _pool(self, x: Tensor, size: Tensor) -> Tensor:
         """timm's pooling with each image token counted as often as the patches it stands for."""
         model = self.model
-        if not model.pool_include_prefix:
-            x, size = x[:, self.layout.prefix :], size[:, self.layout.prefix :]
+        first = self._first_pooled()
+        x, size = x[:, first:], size[:, first:]
         if model.attn_pool is not None:
             return model.attn_pool(x, attn_mask=size.log()[:, None, None].to(x.dtype))
         share = (size / size.sum(dim=1, keepdim=True)).unsqueeze(-1).to(x.dtype)
@@ -160,18 +177,17 @@ class TimmViT(Backbone):
     def block_macs(self, i: int) -> BlockMacs:
         block = self.model.blocks[i]
         attn = block.attn
-        width = attn.num_heads * attn.head_dim
-        return BlockMacs(_linear_macs(attn), 2 * width, _linear_macs(block.mlp))
+        return BlockMacs(linear_macs(attn), 2 * attn.proj.in_features, linear_macs(block.mlp))
 
     def head_macs(self) -> tuple[float, float]:
         model = self.model
         heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
-        fixed = sum(map(_linear_macs, heads))
+        fixed = sum(map(linear_macs, heads))
         if model.attn_pool is None:
             return fixed, 0.0
         pool = model.attn_pool
-        per_token = _linear_macs(pool.kv) + 2 * pool.latent_len * pool.num_heads * pool.head_dim
-        per_latent = sum(_linear_macs(part) for part in (pool.q, pool.proj, pool.mlp) if part is not None)
+        per_token = linear_macs(pool.kv) + 2 * pool.latent_len * pool.num_heads * pool.head_dim
+        per_latent = sum(linear_macs(part) for part in (pool.q, pool.proj, pool.mlp) if part is not None)
         fixed += pool.latent_len * per_latent
         return fixed, per_token
 
@@ -192,11 +208,6 @@ class TimmViT(Backbone):
 
     def _refuse_hardware(self, reason: str) -> None:
         raise UnsupportedModelError(f"{type(self.model).__name__} has no hardware costs, only MACs: {reason}")
-
-
-def _linear_macs(module: nn.Module) -> float:
-    """MACs per token of every linear layer inside a module."""
-    return float(sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear)))
 
 
 def _linear_shapes(module: nn.Module) -> tuple[tuple[int, int], ...]:

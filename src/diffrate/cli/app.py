@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 
 import diffrate
-from diffrate.cli import bench, comparison, cosearch, demo, evaluation, profile, schedules, search, train
+from diffrate.cli import (
+    bench,
+    comparison,
+    cosearch,
+    demo,
+    evaluation,
+    models,
+    profile,
+    schedules,
+    search,
+    segment,
+    train,
+)
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
 
@@ -20,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command("models")(models.models)
 app.command("schedules")(schedules.schedules)
 app.command("macs")(schedules.macs)
 app.command("compress")(schedules.compress)
@@ -32,6 +45,7 @@ app.command("compare")(comparison.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("train")(train.train_command)
 app.command("demo")(demo.demo)
+app.add_typer(segment.app, name="segment")
 
 
 def _show_version(asked: bool) -> None:

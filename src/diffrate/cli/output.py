@@ -30,7 +30,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], text: i
     for row in rows:
         table.add_row(*map(str, row))
     # Without a terminal rich would fold everything at 80 columns.
-    console = Console() if sys.stdout.isatty() else Console(width=1000)
+    console = Console(markup=False) if sys.stdout.isatty() else Console(width=1000, markup=False)
     console.print(table)
 
 

@@ -10,6 +10,7 @@ import typer
 
 import diffrate
 from diffrate import published
+from diffrate.backbones import backbone_of
 from diffrate.cli import options as o
 from diffrate.cli.output import counts, note, save_json, show_effective, show_table
 from diffrate.errors import DiffRateError
@@ -108,7 +109,7 @@ def compress(
     if schedule is not None:
         chosen = o.read_schedule(schedule, whole, model)
     else:
-        chosen = _from_lists(prune, merge, int(getattr(whole, "num_prefix_tokens", 1)))
+        chosen = _from_lists(prune, merge, backbone_of(whole).layout.prefix)
     compressed = diffrate.compress(
         whole,
         chosen,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and x.dtype in (*HALF, torch.float32)
         and not (torch.is_grad_enabled() and x.requires_grad)
         and tokens.patches is None
+        and tokens.positions is None
         and tokens.count <= MOST_TOKENS
         and operator.importance == "class-attention"
         and operator.operation != "merge-prune"
@@ -78,4 +80,4 @@ def reduce_tokens(tokens: Tokens, logits: Tensor, prune: int, merge: int, operat
         tokens.x, logits, tokens.size, tokens.prefix, prune, merge, operator.mean,
         joins and operator.choice == "cost",
     )  # fmt: skip
-    return Tokens(x, tokens.prefix, size if joins or tokens.size is not None else None)
+    return replace(tokens, x=x, size=size if joins or tokens.size is not None else None)

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffrate.compressed import compress
+from diffrate.outputs import main_output
 from diffrate.schedule import Schedule
 from diffrate.searching.images import SearchImages
 
@@ -70,6 +71,4 @@ def divergence(teacher: Tensor, logits: Tensor) -> Tensor:
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     """Logits, of the first head where there are two."""
-    out: Any = model(images)
-    logits: Tensor = out[0] if isinstance(out, tuple) else out
-    return logits
+    return main_output(model(images))

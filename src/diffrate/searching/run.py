@@ -22,6 +22,7 @@ from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
 from diffrate.modes import frozen
 from diffrate.operator import Operator
+from diffrate.outputs import class_count
 from diffrate.schedule import Schedule
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import LAMBDAS, Budget, Space, check_budget, parse_budgets
@@ -144,7 +145,7 @@ def search(
 
         def check_labels(labels: Tensor) -> None:
             if recipe == "paper":
-                paper.check_labels(labels, int(getattr(model, "num_classes", 0)))
+                paper.check_labels(labels, class_count(model))
 
         loop = Loop(
             settings, space, images, held, begin, check_labels, accelerator, folder, bar, workers, started

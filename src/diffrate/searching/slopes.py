@@ -19,7 +19,7 @@ from diffrate.backbones import Backbone
 from diffrate.compressed import attend_and_rank, finish_block
 from diffrate.operator import Operator
 from diffrate.reduction import reduce_tokens
-from diffrate.tokens import Tokens, start
+from diffrate.tokens import Tokens, rows, stacked
 
 # Every step has other sequence lengths, and cuDNN would plan anew for each: hundreds of milliseconds.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -53,13 +53,13 @@ def _variant_logits(
     batch = images.shape[0]
     left_alone = [backbone.layout.tokens] * (backbone.layout.depth - len(kept))
     kept, changed, variants = [*kept, *left_alone], [*changed, *left_alone], len(kept) + 1
-    main = Branch(start(backbone.embed(images), backbone.layout.prefix, track=False), [0])
+    main = Branch(backbone.start(images), [0])
     apart: list[Branch] = []  # variants whose sequence is still longer or shorter than the schedule's
     for i in range(len(kept)):
         attended, importance = attend_and_rank(backbone, i, main.tokens, operator)
         fork = None
         if changed[i] != kept[i]:
-            fork = Branch(_rows(attended, batch), [i + 1])
+            fork = Branch(rows(attended, slice(batch)), [i + 1])
             fork.tokens = _reduced(fork.tokens, importance[:batch], changed[i], operator)
             fork.tokens = finish_block(backbone, i, fork.tokens)
         main.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
@@ -87,13 +87,5 @@ def _reduced(tokens: Tokens, importance: Tensor, keep: int, operator: Operator) 
     return reduce_tokens(tokens, importance, keep, keep, operator)
 
 
-def _rows(tokens: Tokens, batch: int) -> Tokens:
-    return Tokens(tokens.x[:batch], tokens.prefix, None if tokens.size is None else tokens.size[:batch])
-
-
 def _joined(a: Branch, b: Branch) -> Branch:
-    size = None
-    if a.tokens.size is not None or b.tokens.size is not None:
-        size = torch.cat([a.tokens.sizes(), b.tokens.sizes()])
-    tokens = Tokens(torch.cat([a.tokens.x, b.tokens.x]), a.tokens.prefix, size)
-    return Branch(tokens, a.variants + b.variants)
+    return Branch(stacked(a.tokens, b.tokens), a.variants + b.variants)
