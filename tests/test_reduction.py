@@ -235,8 +235,9 @@ def test_merging_half_precision_features_neither_overflows_nor_drifts():
 def slow_cheapest(x, size, importance, prefix, merge):
     """Merging by cost on one image: kept token -> members, by loops over single tokens."""
     rank = slow_rank(importance, prefix)[prefix:]
+    floor = float(importance.mean()) / 2
     loss = {
-        j: float(importance[j - prefix]) * (1 - max(cosine(x[j], x[t]) for t in rank[:place]))
+        j: (float(importance[j - prefix]) + floor) * (1 - max(cosine(x[j], x[t]) for t in rank[:place]))
         for place, j in enumerate(rank)
         if place
     }

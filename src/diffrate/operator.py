@@ -29,7 +29,7 @@ class Operator:
     mean          what a merged token becomes: the "plain" mean of its members, or one weighted by their "size"
                   or by their importance ("attention").
     choice        which tokens are merged away. "rank": those of least importance, as in the paper; "cost":
-                  those that lose least, by importance x (1 - similarity to the nearest more important token).
+                  those that lose least, by (importance + half the mean) x (1 - similarity to the nearest token above).
     seed          for the random importance.
     """
 

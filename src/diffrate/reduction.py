@@ -17,6 +17,8 @@ from diffrate.operator import Operator
 from diffrate.steps import step
 from diffrate.tokens import Tokens
 
+SERVING = 0.5  # of the mean importance: what every token is worth to the others
+
 
 def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, operator: Operator) -> Tokens:
     """Take `tokens` down to `merge` tokens, of which those between `prune` and `merge` are merged, not dropped.
@@ -107,16 +109,18 @@ def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens
 
 
 def merging_loss(x: Tensor, importance: Tensor) -> Tensor:
-    """(B, I) what merging away each of I tokens would lose: importance x (1 - similarity to the nearest above it).
+    """(B, I) what merging away each of I tokens would lose: weight x (1 - similarity to the nearest above it).
 
     Above it are the tokens of higher importance, so that of two like tokens the less important one goes; the first has
-    none, and would lose everything.
+    none, and would lose everything. The weight is the importance and a share of the mean: what the class token ignores
+    still serves the other tokens, and in some models it ignores most.
     """
+    weight = importance + SERVING * importance.mean(dim=-1, keepdim=True)
     place = torch.arange(x.shape[1], device=x.device)
     ours, theirs = importance.unsqueeze(2), importance.unsqueeze(1)
     above = (theirs > ours) | ((theirs == ours) & (place[None] < place[:, None]))
     nearest = cosine(x, x).masked_fill(~above, float("-inf")).amax(dim=-1)
-    return torch.where(nearest.isfinite(), importance * (1 - nearest), float("inf"))
+    return torch.where(nearest.isfinite(), weight * (1 - nearest), float("inf"))
 
 
 def join(

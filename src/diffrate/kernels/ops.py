@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffrate.reduction import SERVING
 from diffrate.steps import step
 
 LOG2_E = math.log2(math.e)
@@ -151,7 +152,18 @@ def rank_by_cost(x: Tensor, importance: Tensor, prefix: int) -> Tensor:
     count = _tiles(n, rows)
     if b:
         kernels().loss_kernel[(count * b,)](
-            x, importance, loss, n, c, prefix, count, BLOCK_M=rows, BLOCK_N=64, BLOCK_C=64, num_warps=4
+            x,
+            importance,
+            loss,
+            n,
+            c,
+            prefix,
+            count,
+            SERVING,
+            BLOCK_M=rows,
+            BLOCK_N=64,
+            BLOCK_C=64,
+            num_warps=4,
         )
         kernels().order_kernel[(b,)](
             loss,

@@ -83,7 +83,7 @@ def order_kernel(SCORES, ORDER, N, prefix, BLOCK_N: tl.constexpr, CHUNK: tl.cons
 @triton.jit(do_not_specialize=["N", "prefix", "TILES"])
 def loss_kernel(
     X, IMPORTANCE, LOSS,
-    N, C, prefix, TILES,
+    N, C, prefix, TILES, serving,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """What merging each token of a tile away would lose: see reduction.merging_loss."""
@@ -93,6 +93,7 @@ def loss_kernel(
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     importance = tl.load(IMPORTANCE + b * N + m, mask=m < N, other=0.0)
     nearest = tl.full([BLOCK_M], -2.0, tl.float32)  # below every cosine
+    total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -118,7 +119,9 @@ def loss_kernel(
         tied = (other[None, :] == importance[:, None]) & (n[None, :] < m[:, None])
         above = ((other[None, :] > importance[:, None]) | tied) & (n[None, :] >= prefix) & (n[None, :] < N)
         nearest = tl.maximum(nearest, tl.max(tl.where(above, cosine, -2.0), 1))
-    loss = tl.where(nearest > -1.5, importance * (1.0 - nearest), float("inf"))
+        total += tl.where((n >= prefix) & (n < N), other, 0.0)
+    weight = importance + serving * tl.sum(total, 0) / (N - prefix)
+    loss = tl.where(nearest > -1.5, weight * (1.0 - nearest), float("inf"))
     loss = tl.where(loss == loss, tl.maximum(loss, 0.0), 0.0)
     tl.store(LOSS + b * N + m, loss, mask=m < N)
 
