@@ -267,10 +267,10 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
             "rank": lambda logits=logits: ops.rank(logits, 1),
             "match": lambda x=x, o=order, k=keep: ops.match(x, o, 1, k, 10),
             "reduce (rank, match, assemble)": lambda x=x, z=logits, s=size, p=prune, k=keep: ops.reduce(
-                x, z, s, 1, p, k, "plain", False
+                x, z, s, 1, p, k, "plain", False, 0.0
             ),
             "reduce, merge by cost": lambda x=x, z=logits, s=size, n=n, k=keep: ops.reduce(
-                x, z, s, 1, n, k, "attention", True
+                x, z, s, 1, n, k, "attention", True, 0.0
             ),
             "copy of what is kept": lambda x=x, k=keep: x[:, :k].contiguous(),
         }

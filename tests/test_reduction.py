@@ -232,10 +232,13 @@ def test_merging_half_precision_features_neither_overflows_nor_drifts():
     assert merged.size.item() == pytest.approx(401, rel=1e-3)
 
 
+FLOOR = 0.5
+
+
 def slow_cheapest(x, size, importance, prefix, merge):
     """Merging by cost on one image: kept token -> members, by loops over single tokens."""
     rank = slow_rank(importance, prefix)[prefix:]
-    floor = float(importance.mean()) / 2
+    floor = FLOOR * float(importance.mean())
     loss = {
         j: (float(importance[j - prefix]) + floor) * (1 - max(cosine(x[j], x[t]) for t in rank[:place]))
         for place, j in enumerate(rank)
@@ -255,7 +258,7 @@ def test_merging_by_cost_is_the_slow_loop(case):
     noise = torch.Generator().manual_seed(0)  # ties between losses or similarities are not defined
     tokens = tokens.with_features(tokens.x + 0.05 * torch.randn(tokens.x.shape, generator=noise))
     importance = importance + 0.01 + 0.1 * torch.rand(importance.shape, generator=noise)
-    operator = Operator(operation="merge", choice="cost", mean="attention")
+    operator = Operator(operation="merge", choice="cost", mean="attention", floor=FLOOR)
     reduced = reduce_tokens(tokens, importance, tokens.count, merge, operator)
     for b in range(2):
         x, size = tokens.x[b], tokens.sizes()[b]

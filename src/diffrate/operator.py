@@ -29,7 +29,9 @@ class Operator:
     mean          what a merged token becomes: the "plain" mean of its members, or one weighted by their "size"
                   or by their importance ("attention").
     choice        which tokens are merged away. "rank": those of least importance, as in the paper; "cost":
-                  those that lose least, by (importance + half the mean) x (1 - similarity to the nearest token above).
+                  those that lose least, by (importance + floor x its mean) x (1 - similarity to the nearest
+                  more important token).
+    floor         for choice "cost": what every token is worth to the others, as a share of the mean importance.
     seed          for the random importance.
     """
 
@@ -38,6 +40,7 @@ class Operator:
     proportional: bool = True
     mean: str = "plain"
     choice: str = "rank"
+    floor: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,6 +52,9 @@ class Operator:
             raise DiffRateError("choice cost merges after pruning: it does not go with operation merge-prune")
         if not isinstance(self.proportional, bool):
             raise DiffRateError(f"proportional must be true or false, not {shown(self.proportional)}")
+        number = isinstance(self.floor, int | float) and not isinstance(self.floor, bool)
+        if not number or not 0 <= self.floor <= 1000:
+            raise DiffRateError(f"floor must be a number from 0 to 1000, not {shown(self.floor)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {shown(self.seed)}")
 

@@ -17,8 +17,6 @@ from diffrate.operator import Operator
 from diffrate.steps import step
 from diffrate.tokens import Tokens
 
-SERVING = 0.5  # of the mean importance: what every token is worth to the others
-
 
 def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, operator: Operator) -> Tokens:
     """Take `tokens` down to `merge` tokens, of which those between `prune` and `merge` are merged, not dropped.
@@ -43,7 +41,7 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
             importance = importance.gather(1, order[:, prefix:prune] - prefix)
     if by_cost:
         with step("ranking"):
-            order = rank(merging_loss(tokens.x[:, prefix:], importance), prefix)
+            order = rank(merging_loss(tokens.x[:, prefix:], importance, operator.floor), prefix)
         with step("merge"):
             tokens, weight = keep_first(tokens, weight, order, prune)
     with step("merge"):
@@ -108,14 +106,14 @@ def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens
     return join(tokens, weight, keep, similarity, target + prefix)
 
 
-def merging_loss(x: Tensor, importance: Tensor) -> Tensor:
+def merging_loss(x: Tensor, importance: Tensor, floor: float) -> Tensor:
     """(B, I) what merging away each of I tokens would lose: weight x (1 - similarity to the nearest above it).
 
     Above it are the tokens of higher importance, so that of two like tokens the less important one goes; the first has
-    none, and would lose everything. The weight is the importance and a share of the mean: what the class token ignores
-    still serves the other tokens, and in some models it ignores most.
+    none, and would lose everything. The weight is the importance and `floor` times its mean: what the class token
+    ignores still serves the other tokens, and in some models it ignores most.
     """
-    weight = importance + SERVING * importance.mean(dim=-1, keepdim=True)
+    weight = importance + floor * importance.mean(dim=-1, keepdim=True)
     place = torch.arange(x.shape[1], device=x.device)
     ours, theirs = importance.unsqueeze(2), importance.unsqueeze(1)
     above = (theirs > ours) | ((theirs == ours) & (place[None] < place[:, None]))

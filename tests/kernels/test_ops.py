@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not multiply bfloat16")
 HALF = [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)]
 PUBLISHED = Operator()
-SEARCHED = Operator(operation="merge", mean="attention", choice="cost")
+SEARCHED = Operator(operation="merge", mean="attention", choice="cost", floor=0.5)
 
 
 def randn(*shape, seed=0):
@@ -230,8 +230,8 @@ def test_the_order_of_importance_is_the_twins():
     [
         lambda: ("class_logits", (*heads_of(2, 2, 9, 32)[:2], 1 + randn(2, 9).abs(), 0.2)),
         lambda: ("class_logits", (*heads_of(2, 2, 9, 32)[:2], None, 0.2)),
-        lambda: ("reduce", (randn(2, 9, 32), randn(2, 2, 9), None, 1, 8, 6, "plain", False)),
-        lambda: ("reduce", (randn(2, 9, 32), randn(2, 2, 9), None, 1, 9, 6, "attention", True)),
+        lambda: ("reduce", (randn(2, 9, 32), randn(2, 2, 9), None, 1, 8, 6, "plain", False, 0.0)),
+        lambda: ("reduce", (randn(2, 9, 32), randn(2, 2, 9), None, 1, 9, 6, "attention", True, 0.5)),
     ],
 )
 def test_what_torch_is_told_of_the_operators_is_what_they_do(arguments):

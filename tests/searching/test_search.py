@@ -140,6 +140,18 @@ def test_among_answers_that_differ_by_noise_the_last_is_taken(model, data, monke
     assert found.schedule.made["best_step"] > 0
 
 
+@pytest.mark.parametrize(("gain", "floor"), [(0.5, fast.FLOOR), (-0.5, 0.0), (0.0, 0.0)])
+def test_held_out_images_decide_whether_every_token_has_a_floor(model, data, monkeypatch, gain, floor):
+    def each(_, schedule):
+        return torch.linspace(1, 2, 8).double() - gain * (schedule.operator.floor > 0)
+
+    monkeypatch.setattr(HeldOut, "each", each)
+    found = run(model, data, "60%,50%", steps=2)
+    assert [schedule.operator.floor for schedule in found.schedules] == [floor, floor]
+    given = run(model, data, steps=2, operator=fast.OPERATOR)
+    assert given.schedule.operator.floor == 0  # what was asked for is what runs
+
+
 def test_clearly_above_is_a_paired_standard_error():
     held = HeldOut.__new__(HeldOut)
     held.accelerator = Accelerator(cpu=True)

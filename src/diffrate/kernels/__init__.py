@@ -78,6 +78,6 @@ def reduce_tokens(tokens: Tokens, logits: Tensor, prune: int, merge: int, operat
     joins = tokens.prefix < merge < prune
     x, size = torch.ops.diffrate.reduce(
         tokens.x, logits, tokens.size, tokens.prefix, prune, merge, operator.mean,
-        joins and operator.choice == "cost",
+        joins and operator.choice == "cost", operator.floor,
     )  # fmt: skip
     return replace(tokens, x=x, size=size if joins or tokens.size is not None else None)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffrate.reduction import SERVING
 from diffrate.steps import step
 
 LOG2_E = math.log2(math.e)
@@ -73,6 +72,7 @@ def reduce(
     keep: int,
     mean: str,
     by_cost: bool,
+    floor: float,
 ) -> tuple[Tensor, Tensor]:
     """(B, keep, C) tokens and (B, keep) sizes: see reduction.reduce_tokens.
 
@@ -83,7 +83,7 @@ def reduce(
     with step("ranking"):
         importance, order = rank(logits, prefix)
         if by_cost:
-            order = rank_by_cost(x, importance, prefix)
+            order = rank_by_cost(x, importance, prefix, floor)
     with step("merge"):
         return _assemble(x, importance, order, size, prefix, prune, keep, mean)
 
@@ -103,7 +103,7 @@ def _assemble(
     b, n, c = x.shape
     joining = prune - keep if joins else 0
     similarity, target = match(x, order, prefix, keep, joining)
-    out, out_size = _reduce_outputs(x, importance, size, prefix, prune, keep, mean, False)
+    out, out_size = _reduce_outputs(x, importance, size, prefix, prune, keep, mean, False, 0.0)
     rows = _token_tile(b, keep)
     count = _tiles(keep, rows)
     if b:
@@ -125,6 +125,7 @@ def _reduce_outputs(
     keep: int,
     mean: str,
     by_cost: bool,
+    floor: float,
 ) -> tuple[Tensor, Tensor]:
     b, _, c = x.shape
     return x.new_empty((b, keep, c)), x.new_empty((b, keep), dtype=torch.float32)
@@ -143,7 +144,7 @@ def rank(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     return importance, order
 
 
-def rank_by_cost(x: Tensor, importance: Tensor, prefix: int) -> Tensor:
+def rank_by_cost(x: Tensor, importance: Tensor, prefix: int, floor: float) -> Tensor:
     """(B, N) token indices in the order of what merging each away would lose, prefix first."""
     b, n, c = x.shape
     loss = torch.empty_like(importance)
@@ -159,7 +160,7 @@ def rank_by_cost(x: Tensor, importance: Tensor, prefix: int) -> Tensor:
             c,
             prefix,
             count,
-            SERVING,
+            float(floor),
             BLOCK_M=rows,
             BLOCK_N=64,
             BLOCK_C=64,
@@ -218,8 +219,8 @@ _register(
     _class_logits_output,
 )
 _register(
-    "reduce(Tensor x, Tensor logits, Tensor? size, int prefix, int prune, int keep, str mean, bool by_cost)"
-    " -> (Tensor, Tensor)",
+    "reduce(Tensor x, Tensor logits, Tensor? size, int prefix, int prune, int keep, str mean, bool by_cost,"
+    " float floor) -> (Tensor, Tensor)",
     reduce,
     _reduce_outputs,
 )

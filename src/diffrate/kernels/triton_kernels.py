@@ -83,7 +83,7 @@ def order_kernel(SCORES, ORDER, N, prefix, BLOCK_N: tl.constexpr, CHUNK: tl.cons
 @triton.jit(do_not_specialize=["N", "prefix", "TILES"])
 def loss_kernel(
     X, IMPORTANCE, LOSS,
-    N, C, prefix, TILES, serving,
+    N, C, prefix, TILES, floor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """What merging each token of a tile away would lose: see reduction.merging_loss."""
@@ -120,7 +120,7 @@ def loss_kernel(
         above = ((other[None, :] > importance[:, None]) | tied) & (n[None, :] >= prefix) & (n[None, :] < N)
         nearest = tl.maximum(nearest, tl.max(tl.where(above, cosine, -2.0), 1))
         total += tl.where((n >= prefix) & (n < N), other, 0.0)
-    weight = importance + serving * tl.sum(total, 0) / (N - prefix)
+    weight = importance + floor * tl.sum(total, 0) / (N - prefix)
     loss = tl.where(nearest > -1.5, weight * (1.0 - nearest), float("inf"))
     loss = tl.where(loss == loss, tl.maximum(loss, 0.0), 0.0)
     tl.store(LOSS + b * N + m, loss, mask=m < N)

@@ -24,6 +24,7 @@ from diffrate.searching.held_out import HeldOut, divergence, logits_of
 from diffrate.searching.slopes import variant_logits
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
+FLOOR = 1.0  # the other choice, for models whose class token ignores most of an image: held-out images decide
 SHARE = 0.1  # of a block's tokens, by which its count is changed to measure the slope
 TRAVEL = 80  # tokens of 197 that a count could travel at the first step's length
 
@@ -106,6 +107,16 @@ def best_start(
         return held_out.mean(held_out.each(schedule_of(rounded(counts, budget, space), space, operator)))
 
     return min(candidates, key=loss)
+
+
+def best_operator(
+    space: Space, budget: Budget | float, operator: Operator, held_out: HeldOut, start: Tensor
+) -> Operator:
+    """The operator, or the same with a floor where that is clearly better on held-out images."""
+    other = operator.changed(floor=FLOOR)
+    counts = rounded(start, budget, space)
+    as_given, floored = (held_out.each(schedule_of(counts, space, o)) for o in (operator, other))
+    return other if held_out.clearly_above(as_given, floored) else operator
 
 
 def starts(space: Space, budget: Budget | float) -> list[Tensor]:

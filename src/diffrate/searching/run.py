@@ -113,9 +113,9 @@ def search(
     for target in budgets:
         check_budget(target, space)
     defaults = DEFAULTS[recipe, "cpu" if accelerator.device.type == "cpu" else "cuda"]
-    operator = operator or (fast.OPERATOR if recipe == "fast" else paper.OPERATOR)
+    base = operator or (fast.OPERATOR if recipe == "fast" else paper.OPERATOR)
     settings = Settings(
-        recipe, budgets, checked_operator(operator, backbone.layout), defaults[0] if steps is None else steps,
+        recipe, budgets, checked_operator(base, backbone.layout), defaults[0] if steps is None else steps,
         defaults[1] if batch_size is None else batch_size, held_out, checks, patience, seed,
     )  # fmt: skip
     augmented, plain = data if isinstance(data, tuple) else (data, data)
@@ -139,9 +139,12 @@ def search(
             if recipe == "paper":
                 common = (model, space, settings.operator, budget, steps)
                 return paper.PaperRecipe(*common, reduce, mix, {**LAMBDAS, **(lambdas or {})})
-            where = best_places(space, budget, settings.operator, held)
-            first = fast.best_start(where, budget, settings.operator, held, last or start)
-            return fast.FastRecipe(model, where, settings.operator, budget, steps, first, seed, reduce)
+            chosen = settings.operator if last is None else last.operator
+            where = best_places(space, budget, chosen, held)
+            first = fast.best_start(where, budget, chosen, held, last or start)
+            if last is None and operator is None:
+                chosen = fast.best_operator(where, budget, chosen, held, first)
+            return fast.FastRecipe(model, where, chosen, budget, steps, first, seed, reduce)
 
         def check_labels(labels: Tensor) -> None:
             if recipe == "paper":
