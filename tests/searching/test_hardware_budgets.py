@@ -11,11 +11,11 @@ from PIL import Image
 
 import diffrate
 from conftest import TINY_FLAGS, check_refused, random_vit, write_image
-from diffrate import searching
 from diffrate.backbones import backbone_of
 from diffrate.costs import Costs, Design, GemminiCost, LatencyTable, MacCost, TableCost, Workload
 from diffrate.costs.gemmini import buildable_designs
 from diffrate.costs.table import BlockTimes, Fit, Series
+from diffrate.searching import fast
 from diffrate.searching.budget import Budget, Space, rounded
 from diffrate.searching.hardware import HardwareSearch
 from diffrate.searching.places import first_counts, places
@@ -71,14 +71,18 @@ def test_a_search_meets_milliseconds(model, data, recipe):
         assert schedule.made["budget_latency_ms"] == target
 
 
-def test_removals_that_cost_much_become_few(model, data, monkeypatch):
+def test_removals_that_cost_much_become_few(model, data):
     """At 1.2 ms a removal, one in every block would leave little: with few places more tokens are kept."""
-    found = run(model, data, "14ms", costs=[TableCost(table(1.2))]).schedule
+    costs, budget = [TableCost(table(1.2))], Budget({"latency_ms": 14.0})
+    found = run(model, data, "14ms", costs=costs).schedule
     assert len(removing(found)) <= 2
     assert 13 < found.cost["latency_ms"] <= 14
-    monkeypatch.setattr(searching.run, "best_places", lambda space, *_: space)
-    everywhere = run(model, data, "14ms", costs=[TableCost(table(1.2))]).schedule
-    assert found.cost["gmacs"] > everywhere.cost["gmacs"]
+    backbone = backbone_of(model)
+    space = Space.of(backbone, Costs([MacCost.of_backbone(backbone), *costs]))
+    steadily = rounded(fast.starts(space, budget)[0], budget, space)
+    everywhere = diffrate.Schedule(*2 * (space.every_block(steadily),), prefix=1)
+    assert len(removing(everywhere)) == 5
+    assert found.cost["gmacs"] > diffrate.gmacs(model, everywhere)
 
 
 def test_places_can_meet_the_budget_and_tie_what_lies_between(model):
