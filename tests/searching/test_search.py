@@ -334,4 +334,7 @@ def test_two_processes_find_what_one_finds(tmp_path, tiny_vit):
         assert done.returncode == 0, done.stderr
     one, two = (diffrate.Schedule.load(tmp_path / name / "schedule.json") for name in ("one", "two"))
     assert one.merge == two.merge
-    assert one.made["held_out_divergence"] == pytest.approx(two.made["held_out_divergence"], rel=1e-4)
+    # Divergences here are about 4e-5, sums of fp32 logarithms in batches of other sizes.
+    assert one.made["held_out_divergence"] == pytest.approx(
+        two.made["held_out_divergence"], rel=1e-4, abs=1e-7
+    )
