@@ -49,6 +49,12 @@ def optional(package: str) -> ModuleType:
         ) from None
 
 
+def _side(img_size: tuple[int, int], library: str) -> int:
+    if img_size[0] != img_size[1]:
+        raise DiffRateError(f"{library} builds its models for square images")
+    return img_size[0]
+
+
 def _transformers(
     name: str,
     pretrained: bool,
@@ -61,9 +67,7 @@ def _transformers(
     if num_classes is not None:
         kwargs["num_labels"] = num_classes
     if img_size is not None:
-        if img_size[0] != img_size[1]:
-            raise DiffRateError("transformers builds its models for square images")
-        kwargs["image_size"] = img_size[0]
+        kwargs["image_size"] = _side(img_size, "transformers")
     model: Any
     if name.isidentifier() and hasattr(transformers, name):
         if pretrained:
@@ -100,9 +104,7 @@ def _torchvision(
     if num_classes is not None:
         kwargs["num_classes"] = num_classes
     if img_size is not None:
-        if img_size[0] != img_size[1]:
-            raise DiffRateError("torchvision builds its models for square images")
-        kwargs["image_size"] = img_size[0]
+        kwargs["image_size"] = _side(img_size, "torchvision")
     model: Any = models.get_model(name, weights="DEFAULT" if pretrained else None, **kwargs)
     model.pretrained_cfg = {
         "input_size": (3, *[getattr(model, "image_size", 224)] * 2),

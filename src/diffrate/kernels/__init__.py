@@ -1,12 +1,12 @@
-"""The fast twins of attention, ranking and reduction, and the one place that picks them.
+"""The fast twins of ranking and reduction, and the one place that picks them.
 
 A block takes the fast path (`fast`) on a CUDA device with Triton, when nobody asks for a gradient or for the map from
 patch to token, and for the operators that the kernels know: class attention, pruning before merging, and merging by
-cost where nothing is pruned. All else
-runs as plain PyTorch: `ranking`, `reduction` and `mix` in `compressed`, which are what the kernels are tested against.
+cost where nothing is pruned. All else runs as plain PyTorch, `ranking` and `reduction`, which are what the kernels are
+tested against.
 
-Attention itself is torch's everywhere: on an H200 cuDNN's with a bias was faster than kernels of our own. `using`
-changes the choice, to measure it.
+Attention itself is torch's everywhere (`mixing`): on an H200 cuDNN's with a bias was faster than kernels of our own.
+`using` changes the choice, to measure it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diffrate.tokens import Tokens
 
 PATHS = ("auto", "plain")
 MOST_TOKENS = 1024  # ranks come from comparing each token with each other one
-HALF = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = False  # tests: run the kernels on the CPU, in Triton's interpreter
 
 _available = importlib.util.find_spec("triton") is not None
@@ -54,7 +54,7 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         _available
         and _path != "plain"
         and (x.is_cuda or INTERPRETED)
-        and x.dtype in (*HALF, torch.float32)
+        and x.dtype in DTYPES
         and not (torch.is_grad_enabled() and x.requires_grad)
         and tokens.patches is None
         and tokens.positions is None

@@ -103,7 +103,7 @@ def _assemble(
     b, n, c = x.shape
     joining = prune - keep if joins else 0
     similarity, target = match(x, order, prefix, keep, joining)
-    out, out_size = _reduce_outputs(x, importance, size, prefix, prune, keep, mean, False, 0.0)
+    out, out_size = _kept(x, keep)
     rows = _token_tile(b, keep)
     count = _tiles(keep, rows)
     if b:
@@ -127,6 +127,11 @@ def _reduce_outputs(
     by_cost: bool,
     floor: float,
 ) -> tuple[Tensor, Tensor]:
+    return _kept(x, keep)
+
+
+def _kept(x: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Room for `keep` tokens of each image, and for their sizes."""
     b, _, c = x.shape
     return x.new_empty((b, keep, c)), x.new_empty((b, keep), dtype=torch.float32)
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-WARM_UP = (
-    3  # calls that run as they are before the graph is recorded: kernels are compiled and planned in them
-)
+WARM_UP = 3  # calls that run as they are before the graph is recorded: they compile and plan its kernels
 
 
 class Replayed:
