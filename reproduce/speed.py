@@ -190,11 +190,16 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                 wide = [t.double() for t in (q, k, v)]
                 wanted = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=d**-0.5)
                 mixed = mix(Attention(q, k, v, d**-0.5, 0.0), None if size is None else size.log())
+                few, few_logits = torch.ops.diffrate.attend(q, k, v, size, d**-0.5, True)
                 logits = torch.ops.diffrate.class_logits(q, k, size, d**-0.5)
                 row = class_attention_row(wide[0], wide[1], d**-0.5, bias)
                 importance, order = ops.rank(logits, 1)
                 errors = {
                     "mix": error(mixed, wanted) / 8,  # values reach from -6 to 6, and the bias is rounded
+                    "attend": error(few, wanted) / 8,
+                    "attend's row": error(
+                        (few_logits.double() * 0.6931471805599453).softmax(-1), row.double()
+                    ),
                     "row": error((logits.double() * 0.6931471805599453).softmax(-1), row.double()),
                     "importance": error(importance, row.mean(1).double()),
                 }
@@ -219,7 +224,13 @@ def reduction_error(
 ) -> float:
     n = x.shape[1]
     prune, merge = n - n // 10, n - n // 5
-    ours = kernels.reduce_tokens(Tokens(x, 1, size), logits, prune, merge, operator)
+    norm = torch.nn.LayerNorm(x.shape[2], device=x.device, dtype=x.dtype)
+    with torch.no_grad():
+        ours, normed = kernels.reduce_tokens(
+            Tokens(x, 1, size), kernels.rank(logits, 1), prune, merge, operator, norm
+        )
+        assert normed is not None
+        assert error(normed, norm(ours.x).double()) < 4 * tolerance, "norm"
     wanted = reduce_tokens(Tokens(x.double(), 1, size), importance[:, 1:], prune, merge, operator)
     off = (ours.x.double() - wanted.x).abs().amax(dim=-1)
     # Two targets may be equally similar to the last bit of fp32: then another one is as right.
@@ -244,6 +255,9 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         (batch, 12, 145, 64),
         (batch, 12, 94, 64),
         (batch // 4, 16, 240, 80),
+        (1, 12, 170, 64),
+        (4, 12, 170, 64),
+        (16, 12, 170, 64),
     ):
         qkv = torch.randn(b, n, 3, heads, d, device=device, dtype=torch.float16).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
@@ -254,6 +268,7 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
             "sdpa": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
             "sdpa + bias": lambda a=attention, b=bias: mix(a, b),
             "class_logits": lambda q=q, k=k, s=size, c=scale: ops.class_logits(q, k, s, c),
+            "attend, with that row": lambda q=q, k=k, v=v, s=size, c=scale: ops.attend(q, k, v, s, c, True),
         }
         for name, call in kinds.items():
             yield {"shape": [b, heads, n, d], "kernel": name, "ms": milliseconds(call, device)}
@@ -261,16 +276,20 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         x = torch.randn(b, n, c, device=device, dtype=torch.float16)
         logits = torch.randn(b, heads, n, device=device)
         size = 1 + 3 * torch.rand(b, n, device=device)
-        _, order = ops.rank(logits, 1)
+        importance, order = ops.rank(logits, 1)
+        affine = [torch.ones(c, device=device, dtype=torch.float16)] * 2
         prune, keep = n - 10, n - 20
         parts: dict[str, Callable[[], Any]] = {
             "rank": lambda logits=logits: ops.rank(logits, 1),
             "match": lambda x=x, o=order, k=keep: ops.match(x, o, 1, k, 10),
-            "reduce (rank, match, assemble)": lambda x=x, z=logits, s=size, p=prune, k=keep: ops.reduce(
-                x, z, s, 1, p, k, "plain", False, 0.0
+            "reduce (match, assemble)": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep: (
+                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0)
             ),
-            "reduce, merge by cost": lambda x=x, z=logits, s=size, n=n, k=keep: ops.reduce(
-                x, z, s, 1, n, k, "attention", True, 0.0
+            "reduce and norm": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep, w=affine: (
+                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0, *w, 1e-6)
+            ),
+            "reduce, merge by cost": lambda x=x, i=importance, o=order, s=size, n=n, k=keep: ops.reduce(
+                x, i, o, s, 1, n, k, "attention", True, 0.0
             ),
             "copy of what is kept": lambda x=x, k=keep: x[:, :k].contiguous(),
         }

@@ -258,29 +258,21 @@ def run_block(
     backbone: Backbone, i: int, tokens: Tokens, prune: int, merge: int, operator: Operator
 ) -> Tokens:
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched."""
-    removes = merge < tokens.count
+    if merge < tokens.count:
+        attended, ranked = attend_and_rank(backbone, i, tokens, operator)
+        return reduce_and_finish(backbone, i, attended, ranked, prune, merge, operator)
     weighed = operator.proportional and tokens.size is not None
-    if not removes and not weighed and backbone.runs_whole(tokens.positions):
+    if not weighed and backbone.runs_whole(tokens.positions):
         with step("attention and MLP"):
             return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
-    if kernels.fast(tokens, operator):
-        size = tokens.size if operator.proportional else None
-        with step("attention"):
-            attention = backbone.open_attention(i, tokens.x, tokens.positions)
-            mixed = mix(attention, None if size is None else size.log())
-            attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
-        if removes:
-            with step("ranking"):
-                logits = kernels.class_logits(attention, size)
-            attended = kernels.reduce_tokens(attended, logits, prune, merge, operator)
-    elif removes:
-        attended, importance = attend_and_rank(backbone, i, tokens, operator)
-        attended = reduce_tokens(attended, importance, prune, merge, operator)
-    else:
-        with step("attention"):
-            attention = backbone.open_attention(i, tokens.x, tokens.positions)
-            mixed = mix(attention, attention.logit_bias(tokens.key_bias() if weighed else None))
-            attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
+    size, bias = (tokens.size, tokens.key_bias()) if weighed else (None, None)
+    with step("attention"):
+        attention = backbone.open_attention(i, tokens.x, tokens.positions)
+        if kernels.fast(tokens, operator):
+            mixed, _ = kernels.attend(attention, size, bias, rank=False)
+        else:
+            mixed = mix(attention, attention.logit_bias(bias))
+        attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
     return finish_block(backbone, i, attended)
 
 
@@ -297,11 +289,21 @@ def run_block_for_prefix(backbone: Backbone, i: int, tokens: Tokens, operator: O
     return finish_block(backbone, i, Tokens(x, prefix, grid=tokens.grid))
 
 
-def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operator) -> tuple[Tokens, Tensor]:
-    """The first half of a block that removes tokens: x + attention, and (B, N - prefix) importances."""
-    bias = tokens.key_bias() if operator.proportional else None
+def attend_and_rank(
+    backbone: Backbone, i: int, tokens: Tokens, operator: Operator
+) -> tuple[Tokens, kernels.Ranked | Tensor]:
+    """The first half of a block that removes tokens: x + attention, and what ranks them for reduce_and_finish.
+
+    That is (B, N - prefix) importances, or what the kernels make of them.
+    """
+    size, bias = (tokens.size, tokens.key_bias()) if operator.proportional else (None, None)
+    ranked: kernels.Ranked | Tensor
     with step("attention"):
         attention = backbone.open_attention(i, tokens.x, tokens.positions)
+        if kernels.fast(tokens, operator):
+            mixed, logits = kernels.attend(attention, size, bias, rank=True)
+            ranked = kernels.rank(logits, tokens.prefix)
+            return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), ranked
         bias = attention.logit_bias(bias)
         if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
             weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
@@ -315,9 +317,27 @@ def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operat
         return attended, importance_of(attention, bias, tokens, i, operator)
 
 
-def finish_block(backbone: Backbone, i: int, tokens: Tokens) -> Tokens:
-    """The second half of a block: the MLP on the tokens that are left."""
+def reduce_and_finish(
+    backbone: Backbone,
+    i: int,
+    tokens: Tokens,
+    ranked: kernels.Ranked | Tensor,
+    prune: int,
+    merge: int,
+    operator: Operator,
+) -> Tokens:
+    """The second half of such a block: fewer tokens, and the MLP on those that are left."""
+    if isinstance(ranked, Tensor):
+        return finish_block(backbone, i, reduce_tokens(tokens, ranked, prune, merge, operator))
+    left, normed = kernels.reduce_tokens(tokens, ranked, prune, merge, operator, backbone.mlp_norm(i))
+    return finish_block(backbone, i, left, normed)
+
+
+def finish_block(backbone: Backbone, i: int, tokens: Tokens, normed: Tensor | None = None) -> Tokens:
+    """The second half of a block: the MLP on the tokens that are left, of which `normed` may be known already."""
     with step("MLP"):
+        if normed is not None:
+            return tokens.with_features(backbone.mlp_of_normed(i, tokens.x, normed))
         return tokens.with_features(backbone.mlp(i, tokens.x))
 
 

@@ -15,7 +15,7 @@ def mix(attention: Attention, bias: Tensor | None) -> Tensor:
     mask = None
     if bias is not None:
         mask = bias.to(q.dtype)
-        if mask.is_cuda:
+        if mask.is_cuda and mask.stride(-2) % 8:
             # Rows of whole 16 bytes: of others, torch makes a padded copy for every head and query, which takes twice
             # as long as the attention itself.
             mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]

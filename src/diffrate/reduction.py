@@ -87,6 +87,7 @@ def keep_first(
         size=None if tokens.size is None else tokens.size.gather(1, chosen),
         patches=patches,
         positions=None if tokens.positions is None else tokens.positions.taken(chosen),
+        log_size=None,
     )
     return kept, None if weight is None else weight.gather(1, chosen)
 
@@ -146,7 +147,7 @@ def join(
         patches = move_patches(patches, torch.cat([stay, target], dim=1))
     if positions is not None:
         positions = positions.taken(stay)
-    joined = replace(tokens, x=merged, size=size, patches=patches, positions=positions)
+    joined = replace(tokens, x=merged, size=size, patches=patches, positions=positions, log_size=None)
     return joined, None if weight is None else total
 
 

@@ -41,6 +41,7 @@ class Tokens:
     x        (B, N, C) features, prefix tokens first.
     prefix   how many leading tokens (class, distillation, registers) are never removed or merged into.
     size     (B, N) patches a token stands for, or None while every token still stands for itself alone.
+    log_size  (B, N) its logarithm, where whoever made the size made that as well.
     patches  (B, P) for each input patch the index of its token in the sequence, or None when nobody asked.
              A pruned patch holds ~t (negative): it has no token, and t is the one that stands in for it when
              the grid is restored.
@@ -54,6 +55,7 @@ class Tokens:
     patches: Tensor | None = None
     positions: Positions | None = None
     grid: tuple[int, int] | None = None
+    log_size: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -70,7 +72,9 @@ class Tokens:
 
     def key_bias(self) -> Tensor | None:
         """(B, N) log(size) to add to the attention logits of each key (proportional attention), or None."""
-        return None if self.size is None else self.size.log()
+        if self.size is None:
+            return None
+        return self.size.log() if self.log_size is None else self.log_size
 
 
 def rows(tokens: Tokens, chosen: slice) -> Tokens:
@@ -81,6 +85,7 @@ def rows(tokens: Tokens, chosen: slice) -> Tokens:
         size=None if tokens.size is None else tokens.size[chosen],
         patches=None if tokens.patches is None else tokens.patches[chosen],
         positions=None if tokens.positions is None else tokens.positions.rows(chosen),
+        log_size=None if tokens.log_size is None else tokens.log_size[chosen],
     )
 
 
@@ -95,7 +100,7 @@ def stacked(a: Tokens, b: Tokens) -> Tokens:
     if a.positions is not None and b.positions is not None:
         places = [p.indices(t.x.shape[0], t.count) for p, t in ((a.positions, a), (b.positions, b))]
         positions = replace(a.positions, index=torch.cat(places))
-    return replace(a, x=torch.cat([a.x, b.x]), size=size, patches=patches, positions=positions)
+    return replace(a, x=torch.cat([a.x, b.x]), size=size, patches=patches, positions=positions, log_size=None)
 
 
 def start(

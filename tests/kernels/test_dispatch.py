@@ -64,7 +64,9 @@ SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost"}
     ],
     ids=str,
 )
-def test_both_paths_give_the_same_logits(model, images, calls, changes, path):
+@pytest.mark.parametrize("few", [True, False])
+def test_both_paths_give_the_same_logits(model, images, calls, changes, path, few, monkeypatch):
+    monkeypatch.setattr(kernels, "FEW_HEADS", 64 if few else 0)
     fast = diffrate.compress(model, SCHEDULE, **changes)
     with kernels.using(path), torch.no_grad():
         ours, tokens = fast(images), fast.forward_tokens(images)

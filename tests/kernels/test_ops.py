@@ -67,6 +67,45 @@ def test_class_row_in_half_precision(dtype):
     torch.testing.assert_close(probabilities(logits), slow_row(q, k, size, 0.125), rtol=1e-4, atol=1e-6)
 
 
+def slow_attention(q, k, v, size, scale):
+    """Attention in fp64 in which a key counts as often as its size says."""
+    logits = q.double() @ k.double().transpose(-2, -1) * scale
+    weight = (logits - logits.amax(-1, keepdim=True)).exp()
+    if size is not None:
+        weight = weight * size.double()[:, None, None]
+    return weight / weight.sum(-1, keepdim=True) @ v.double()
+
+
+@pytest.mark.parametrize("sizes", ["none", "far apart"])
+@pytest.mark.parametrize(
+    ("b", "heads", "n", "d"), [(1, 1, 1, 64), (2, 3, 37, 64), (1, 2, 70, 80), (1, 1, 130, 32)]
+)
+def test_attention_and_its_first_row(b, heads, n, d, sizes):
+    q, k, v = heads_of(b, heads, n, d)
+    draw = torch.Generator().manual_seed(2)
+    size = None if sizes == "none" else 10 ** (4 * torch.rand(b, n, generator=draw)).to(DEVICE)
+    mixed, logits = torch.ops.diffrate.attend(3 * q, k, v, size, d**-0.5, True)
+    torch.testing.assert_close(
+        mixed.double(), slow_attention(3 * q, k, v, size, d**-0.5), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(probabilities(logits), slow_row(3 * q, k, size, d**-0.5), rtol=1e-4, atol=1e-6)
+    assert mixed.transpose(1, 2).is_contiguous()  # as the output projection reads it
+    without, nothing = torch.ops.diffrate.attend(3 * q, k, v, size, d**-0.5, False)
+    assert torch.equal(without, mixed)
+    assert nothing.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_attention_in_half_precision(dtype):
+    q, k, v = heads_of(1, 2, 50, 64, dtype)
+    size = 1 + randn(1, 50, seed=1).abs()
+    mixed, logits = torch.ops.diffrate.attend(q, k, v, size, 0.125, True)
+    tolerance = 2e-3 if dtype == torch.float16 else 1.6e-2
+    wanted = slow_attention(q, k, v, size, 0.125)
+    torch.testing.assert_close(mixed.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(probabilities(logits), slow_row(q, k, size, 0.125), rtol=1e-4, atol=1e-6)
+
+
 def slow_order(importance, prefix):
     scores = importance.tolist()
     return [*range(prefix), *sorted(range(prefix, len(scores)), key=lambda j: -scores[j])]
@@ -100,7 +139,14 @@ def scores(b, n, heads=2, seed=3):
 
 
 def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance=1e-5):
-    ours = kernels.reduce_tokens(Tokens(x, prefix, size), logits, prune, merge, operator)
+    """The kernels' reduction against its twin's in fp64, and what they say of it against torch."""
+    norm = torch.nn.LayerNorm(x.shape[-1], eps=1e-6, device=DEVICE, dtype=x.dtype)
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator(DEVICE).manual_seed(8))
+    torch.nn.init.normal_(norm.bias, generator=torch.Generator(DEVICE).manual_seed(9))
+    ranked = kernels.rank(logits, prefix)
+    with torch.no_grad():
+        ours, normed = kernels.reduce_tokens(Tokens(x, prefix, size), ranked, prune, merge, operator, norm)
+        torch.testing.assert_close(normed, norm(ours.x), rtol=tolerance, atol=3 * tolerance)
     double = Tokens(x.double(), prefix, size)
     wanted = reduce_tokens(double, importance[:, prefix:], prune, merge, operator)
     assert ours.x.dtype == x.dtype
@@ -108,6 +154,8 @@ def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance
     assert (ours.size is None) == (wanted.size is None)
     if wanted.size is not None:
         torch.testing.assert_close(ours.size, wanted.size, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.log_size, ours.size.log().to(x.dtype), rtol=1e-3, atol=1e-6)
+        assert ours.log_size.stride(0) % 8 == 0
     return ours
 
 
@@ -211,8 +259,11 @@ def test_sizes_far_apart_and_importance_zero():
 
 
 def test_no_images():
-    empty = kernels.reduce_tokens(Tokens(randn(0, 9, 32), 1), randn(0, 2, 9), 8, 6, PUBLISHED)
+    ranked = kernels.rank(randn(0, 2, 9), 1)
+    empty, normed = kernels.reduce_tokens(Tokens(randn(0, 9, 32), 1), ranked, 8, 6, PUBLISHED)
     assert empty.x.shape == (0, 6, 32)
+    assert normed is None
+    assert torch.ops.diffrate.attend(*heads_of(0, 2, 9, 32), None, 1.0, True)[0].shape == (0, 2, 9, 32)
     assert torch.ops.diffrate.class_logits(*heads_of(0, 2, 9, 32)[:2], None, 1.0).shape == (0, 2, 9)
 
 
@@ -225,13 +276,23 @@ def test_the_order_of_importance_is_the_twins():
     assert torch.equal(order[:, 1:].long() - 1, twin.argsort(dim=-1, descending=True, stable=True))
 
 
+def tokens_and_ranks():
+    return randn(2, 9, 32), *ops.rank(randn(2, 2, 9), 1)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         lambda: ("class_logits", (*heads_of(2, 2, 9, 32)[:2], 1 + randn(2, 9).abs(), 0.2)),
         lambda: ("class_logits", (*heads_of(2, 2, 9, 32)[:2], None, 0.2)),
-        lambda: ("reduce", (randn(2, 9, 32), randn(2, 2, 9), None, 1, 8, 6, "plain", False, 0.0)),
-        lambda: ("reduce", (randn(2, 9, 32), randn(2, 2, 9), None, 1, 9, 6, "attention", True, 0.5)),
+        lambda: ("attend", (*heads_of(2, 2, 9, 32), 1 + randn(2, 9).abs(), 0.2, True)),
+        lambda: ("attend", (*heads_of(2, 2, 9, 32), None, 0.2, False)),
+        lambda: ("rank", (randn(2, 2, 9), 1)),
+        lambda: ("reduce", (*tokens_and_ranks(), None, 1, 8, 6, "plain", False, 0.0, None, None, 0.0)),
+        lambda: (
+            "reduce",
+            (*tokens_and_ranks(), None, 1, 9, 6, "attention", True, 0.5, randn(32), randn(32), 1e-6),
+        ),
     ],
 )
 def test_what_torch_is_told_of_the_operators_is_what_they_do(arguments):

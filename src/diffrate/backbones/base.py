@@ -148,6 +148,14 @@ class Backbone(ABC):
     def mlp(self, i: int, x: Tensor) -> Tensor:
         """x + MLP of block i."""
 
+    def mlp_norm(self, i: int) -> nn.LayerNorm | None:
+        """The layer norm that block i's MLP begins with, if what comes before may compute it: see mlp_of_normed."""
+        return None
+
+    def mlp_of_normed(self, i: int, x: Tensor, normed: Tensor) -> Tensor:
+        """x + MLP of block i, where `normed` is what mlp_norm(i) makes of x."""
+        raise NotImplementedError(f"{type(self).__name__} has no mlp_norm")
+
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:
         """The norm after the last block."""

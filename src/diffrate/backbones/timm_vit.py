@@ -140,10 +140,18 @@ class TimmViT(Backbone):
             return x + block.drop_path1(block.ls1(y))
         return x + block.drop_path1(block.norm1(y))
 
+    def mlp_norm(self, i: int) -> nn.LayerNorm | None:
+        block = self.model.blocks[i]
+        return block.norm2 if type(block) is Block and isinstance(block.norm2, nn.LayerNorm) else None
+
+    def mlp_of_normed(self, i: int, x: Tensor, normed: Tensor) -> Tensor:
+        block = self.model.blocks[i]
+        return x + block.drop_path2(block.ls2(block.mlp(normed)))
+
     def mlp(self, i: int, x: Tensor) -> Tensor:
         block = self.model.blocks[i]
         if type(block) is Block:
-            return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+            return self.mlp_of_normed(i, x, block.norm2(x))
         return x + block.drop_path2(block.norm2(block.mlp(x)))
 
     def norm(self, x: Tensor) -> Tensor:

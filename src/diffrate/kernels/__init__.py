@@ -5,28 +5,35 @@ patch to token, and for the operators that the kernels know: class attention, pr
 cost where nothing is pruned. All else runs as plain PyTorch, `ranking` and `reduction`, which are what the kernels are
 tested against.
 
-Attention itself is torch's everywhere (`mixing`): on an H200 cuDNN's with a bias was faster than kernels of our own.
-`using` changes the choice, to measure it.
+Attention of many images is torch's (`mixing`): on an H200 cuDNN's with a bias was faster than a kernel of our own. For
+few (`FEW_HEADS`) it is ours, which fills the GPU with smaller tiles and hands out the class token's logits on the way;
+there, too, ranking runs beside the output projection where a CUDA graph is being captured. `using` changes the choice,
+to measure it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffrate.backbones.base import Attention
 from diffrate.errors import DiffRateError
-from diffrate.kernels import ops  # noqa: F401  # registers torch.ops.diffrate
+from diffrate.kernels import ops
+from diffrate.mixing import mix
 from diffrate.operator import Operator
+from diffrate.steps import step
 from diffrate.tokens import Tokens
 
 PATHS = ("auto", "plain")
 MOST_TOKENS = 1024  # ranks come from comparing each token with each other one
+FEW_HEADS = 64  # images x heads up to which attention runs as a kernel of our own
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = False  # tests: run the kernels on the CPU, in Triton's interpreter
 
@@ -65,19 +72,107 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
     )
 
 
-def class_logits(attention: Attention, size: Tensor | None) -> Tensor:
-    """(B, heads, N) logits of the class token in base 2, with the bias of the sizes."""
-    logits: Tensor = torch.ops.diffrate.class_logits(attention.q, attention.k, size, attention.scale)
-    return logits
+class Ranked(NamedTuple):
+    """(B, N) importance of all tokens and (B, N) their numbers in its order, on the stream where they are made."""
+
+    importance: Tensor
+    order: Tensor
+    stream: torch.cuda.Stream | None = None
+
+    def rows(self, chosen: slice) -> Ranked:
+        """A part of the batch."""
+        return self._replace(importance=self.importance[chosen], order=self.order[chosen])
 
 
-def reduce_tokens(tokens: Tokens, logits: Tensor, prune: int, merge: int, operator: Operator) -> Tokens:
-    """The twin of reduction.reduce_tokens, from the class token's logits (B, heads, N) in base 2."""
+def attend(
+    attention: Attention, size: Tensor | None, key_bias: Tensor | None, rank: bool
+) -> tuple[Tensor, Tensor]:
+    """(B, heads, N, d) mixed values and, to rank by, (B, heads, N) logits of the class token in base 2.
+
+    size, key_bias  (B, N) how much each key counts, and its logarithm; None where all count once.
+    """
+    assert attention.bias is None  # models with a bias of every pair have positions, and run plain
+    q, k, v, scale = attention[:4]
+    call = _ops()
+    if attention.dropout == 0 and few(q):
+        mixed, logits = call.attend(q, k, v, size, scale, rank)
+        return mixed, logits
+    mixed = mix(attention, key_bias)
+    if not rank:
+        return mixed, mixed.new_empty(0)
+    with step("ranking"):
+        return mixed, call.class_logits(q, k, size, scale)
+
+
+def few(q: Tensor) -> bool:
+    """Whether so few images come that a GPU waits for kernels to begin, more than for them to end."""
+    if torch.compiler.is_compiling():  # a compiled batch size other than 1 may stand for any
+        return q.shape[0] == 1
+    return q.shape[0] * q.shape[1] <= FEW_HEADS
+
+
+def rank(logits: Tensor, prefix: int) -> Ranked:
+    """Importance and order of the tokens, from the class token's logits."""
+    with step("ranking"):
+        if not _beside(logits):
+            importance, order = _ops().rank(logits, prefix)
+            return Ranked(importance, order)
+        main, side = torch.cuda.current_stream(logits.device), _side_stream(logits.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            importance, order = _ops().rank(logits, prefix)
+            return Ranked(importance, order, side)
+
+
+def reduce_tokens(
+    tokens: Tokens,
+    ranked: Ranked,
+    prune: int,
+    merge: int,
+    operator: Operator,
+    norm: nn.LayerNorm | None = None,
+) -> tuple[Tokens, Tensor | None]:
+    """The twin of reduction.reduce_tokens, and what `norm` makes of the tokens that are left."""
     if operator.operation != "prune-merge":
         prune = merge if operator.operation == "prune" else tokens.count
     joins = tokens.prefix < merge < prune
-    x, size = torch.ops.diffrate.reduce(
-        tokens.x, logits, tokens.size, tokens.prefix, prune, merge, operator.mean,
+    if norm is not None and not _can_norm(norm, tokens.x):
+        norm = None
+    if ranked.stream is not None:
+        torch.cuda.current_stream(tokens.x.device).wait_stream(ranked.stream)
+    x, size, log_size, normed = _ops().reduce(
+        tokens.x, ranked.importance, ranked.order, tokens.size, tokens.prefix, prune, merge, operator.mean,
         joins and operator.choice == "cost", operator.floor,
+        *((norm.weight, norm.bias, norm.eps) if norm is not None else (None, None, 0.0)),
     )  # fmt: skip
-    return replace(tokens, x=x, size=size if joins or tokens.size is not None else None)
+    sized = joins or tokens.size is not None
+    left = replace(tokens, x=x, size=size if sized else None, log_size=log_size if sized else None)
+    return left, normed if norm is not None else None
+
+
+def _can_norm(norm: nn.LayerNorm, x: Tensor) -> bool:
+    """Whether the assembling kernel may stand in for this norm: an affine one of features, in the features' type."""
+    return (
+        norm.normalized_shape == (x.shape[-1],)
+        and norm.weight is not None
+        and norm.bias is not None
+        and norm.weight.dtype == x.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _beside(logits: Tensor) -> bool:
+    """Whether ranking can run on a stream of its own: as a branch of a CUDA graph, where the GPU has room for it."""
+    if torch.compiler.is_compiling() or not logits.is_cuda:
+        return False
+    return few(logits) and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _ops() -> Any:
+    """The operators: as torch's own where a compiler must see them, else called directly, which is faster."""
+    return torch.ops.diffrate if torch.compiler.is_compiling() else ops

@@ -1,7 +1,9 @@
 """The Triton kernels as operators of torch, so that compile, export and CUDA graphs see one opaque step each.
 
-    diffrate::class_logits  the class token's logits: one row, where attention itself is torch's
-    diffrate::reduce        rank, match and assemble: tokens in, fewer tokens out
+    diffrate::attend        attention and the class token's logits, for few images
+    diffrate::class_logits  the class token's logits alone: one row, where attention itself is torch's
+    diffrate::rank          importance and order of the tokens, from those logits
+    diffrate::reduce        match and assemble: tokens in, fewer tokens out, and the norm behind them
 
 Logits have base 2. None of them has a gradient; `diffrate.kernels` picks them only where none is asked for.
 """
@@ -30,20 +32,28 @@ def kernels() -> Any:
     return importlib.import_module("diffrate.kernels.triton_kernels")
 
 
+def _on_its_device(function: Any) -> Any:
+    """Triton launches on the current GPU, wherever the tensors are: make it theirs."""
+
+    @functools.wraps(function)
+    def run(first: Tensor, *rest: Any) -> Any:
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return function(first, *rest)
+        with torch.cuda.device(first.device):
+            return function(first, *rest)
+
+    return run
+
+
 def _register(schema: str, function: Any, fake: Any) -> None:
     _library.define(schema)
     name = schema.partition("(")[0]
 
-    def on_its_device(*arguments: Any) -> Any:
-        with torch.cuda.device_of(
-            arguments[0]
-        ):  # Triton launches on the current GPU, wherever the tensors are
-            return function(*arguments)
-
-    _library.impl(name, on_its_device, "CompositeExplicitAutograd")
+    _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"diffrate::{name}", fake, lib=_library)
 
 
+@_on_its_device
 def class_logits(q: Tensor, k: Tensor, size: Tensor | None, scale: float) -> Tensor:
     """(B, heads, N) logits of the first query."""
     q, k = _rows_dense(q), _rows_dense(k)
@@ -63,32 +73,57 @@ def _class_logits_output(q: Tensor, k: Tensor, size: Tensor | None, scale: float
     return k.new_empty(k.shape[:3], dtype=torch.float32)
 
 
-def reduce(
-    x: Tensor,
-    logits: Tensor,
-    size: Tensor | None,
-    prefix: int,
-    prune: int,
-    keep: int,
-    mean: str,
-    by_cost: bool,
-    floor: float,
+@_on_its_device
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, scale: float, row: bool
 ) -> tuple[Tensor, Tensor]:
-    """(B, keep, C) tokens and (B, keep) sizes: see reduction.reduce_tokens.
+    """(B, heads, N, d) mixed values, in memory (B, N, heads, d), and the logits of the first query (`row`)."""
+    q, k, v = _rows_dense(q), _rows_dense(k), _rows_dense(v)
+    b, heads, n, d = k.shape
+    mixed, logits = _attend_outputs(q, k, v, size, scale, row)
+    if b:
+        rows = 32 if _power_of_two(d) <= 64 else 16
+        kernels().attend_kernel[(_tiles(n, rows), b * heads)](
+            q, k, v, size if size is not None else q, mixed, logits,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            scale * LOG2_E, heads, n, d,
+            HAS_SIZE=size is not None, ROW=row,
+            BLOCK_M=rows, BLOCK_N=64, BLOCK_D=_power_of_two(d), num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return mixed, logits
 
-    prune    tokens that pruning leaves; those ranked from `keep` on join the image tokens before them.
-    by_cost  ranked by what merging them would lose, of all tokens, and not by their importance.
-    """
-    x = x.contiguous()
-    with step("ranking"):
-        importance, order = rank(logits, prefix)
-        if by_cost:
-            order = rank_by_cost(x, importance, prefix, floor)
-    with step("merge"):
-        return _assemble(x, importance, order, size, prefix, prune, keep, mean)
+
+def _attend_outputs(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, scale: float, row: bool
+) -> tuple[Tensor, Tensor]:
+    b, heads, n, d = k.shape
+    return v.new_empty((b, n, heads, d)).transpose(1, 2), k.new_empty(
+        (b, heads, n if row else 0), dtype=torch.float32
+    )
 
 
-def _assemble(
+@_on_its_device
+def rank(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """(B, N) importance and (B, N) token indices in its order, prefix first."""
+    b, heads, n = logits.shape
+    importance, order = _rank_outputs(logits, prefix)
+    if b:
+        width = _power_of_two(n)
+        kernels().rank_kernel[(b,)](
+            logits, importance, order, heads, n, prefix,
+            BLOCK_H=min(16, max(2, _power_of_two(heads, least=1))), BLOCK_N=width, CHUNK=16,
+            num_warps=max(4, width // 64),
+        )  # fmt: skip
+    return importance, order
+
+
+def _rank_outputs(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    b, _, n = logits.shape
+    return logits.new_empty((b, n)), logits.new_empty((b, n), dtype=torch.int32)
+
+
+@_on_its_device
+def reduce(
     x: Tensor,
     importance: Tensor,
     order: Tensor,
@@ -97,28 +132,49 @@ def _assemble(
     prune: int,
     keep: int,
     mean: str,
-) -> tuple[Tensor, Tensor]:
-    """Match what joins, and write what stays."""
-    joins = prune > keep > prefix
-    b, n, c = x.shape
-    joining = prune - keep if joins else 0
-    similarity, target = match(x, order, prefix, keep, joining)
-    out, out_size = _kept(x, keep)
-    rows = _token_tile(b, keep)
-    count = _tiles(keep, rows)
-    if b:
-        kernels().assemble_kernel[(count * b,)](
-            x, size if size is not None else x, importance, order, similarity, target, out, out_size,
-            n, c, prefix, keep, joining, count, similarity.shape[1],
-            HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean],
-            BLOCK_T=rows, BLOCK_J=_power_of_two(joining), BLOCK_C=64, num_warps=8 if joining > 64 else 4,
-        )  # fmt: skip
-    return out, out_size
+    by_cost: bool,
+    floor: float,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(B, keep, C) tokens, (B, keep) sizes and their logarithms, and the tokens' layer norm.
+
+    The twin of reduction.reduce_tokens.
+
+    prune    tokens that pruning leaves; those ranked from `keep` on join the image tokens before them.
+    by_cost  ranked by what merging them would lose, of all tokens, and not by their importance.
+    weight, bias, eps  of the layer norm; without them there is none, and the last result is empty.
+
+    Logarithms have the features' type and rows of whole 16 bytes, as attention wants its bias.
+    """
+    x = x.contiguous()
+    if by_cost:
+        with step("ranking"):
+            order = rank_by_cost(x, importance, prefix, floor)
+    with step("merge"):
+        joins = prune > keep > prefix
+        b, n, c = x.shape
+        joining = prune - keep if joins else 0
+        similarity, target = match(x, order, prefix, keep, joining)
+        out, out_size, log_size, normed = _kept(x, keep, weight)
+        rows = _token_tile(b, keep)
+        count = _tiles(keep, rows)
+        if b:
+            kernels().assemble_kernel[(count * b,)](
+                x, size if size is not None else x, importance, order, similarity, target, out, out_size,
+                log_size, weight if weight is not None else x, bias if bias is not None else x, normed,
+                n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
+                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None,
+                BLOCK_T=rows, BLOCK_J=_power_of_two(joining), BLOCK_C=64, num_warps=8 if joining > 64 else 4,
+            )  # fmt: skip
+        return out, out_size, log_size, normed
 
 
 def _reduce_outputs(
     x: Tensor,
-    logits: Tensor,
+    importance: Tensor,
+    order: Tensor,
     size: Tensor | None,
     prefix: int,
     prune: int,
@@ -126,27 +182,22 @@ def _reduce_outputs(
     mean: str,
     by_cost: bool,
     floor: float,
-) -> tuple[Tensor, Tensor]:
-    return _kept(x, keep)
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _kept(x, keep, weight)
 
 
-def _kept(x: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Room for `keep` tokens of each image, and for their sizes."""
+def _kept(x: Tensor, keep: int, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for `keep` tokens of each image, for their sizes and logarithms of sizes, and for their norm."""
     b, _, c = x.shape
-    return x.new_empty((b, keep, c)), x.new_empty((b, keep), dtype=torch.float32)
-
-
-def rank(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
-    """(B, N) importance and (B, N) token indices in its order, prefix first."""
-    b, heads, n = logits.shape
-    importance = logits.new_empty((b, n))
-    order = logits.new_empty((b, n), dtype=torch.int32)
-    if b:
-        kernels().rank_kernel[(b,)](
-            logits, importance, order, heads, n, prefix,
-            BLOCK_N=_power_of_two(n), CHUNK=16, num_warps=max(4, _power_of_two(n) // 64),
-        )  # fmt: skip
-    return importance, order
+    return (
+        x.new_empty((b, keep, c)),
+        x.new_empty((b, keep), dtype=torch.float32),
+        x.new_empty((b, keep + -keep % 8))[:, :keep],
+        x.new_empty((b, keep if weight is not None else 0, c)),
+    )
 
 
 def rank_by_cost(x: Tensor, importance: Tensor, prefix: int, floor: float) -> Tensor:
@@ -213,9 +264,9 @@ def _tiles(length: int, tile: int) -> int:
     return -(-length // tile)
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that holds n, at least 16: what a tile can be."""
-    return max(16, 1 << max(n - 1, 0).bit_length())
+def _power_of_two(n: int, least: int = 16) -> int:
+    """The smallest power of two that holds n; a tile of a product is at least 16 wide."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 _register(
@@ -224,8 +275,14 @@ _register(
     _class_logits_output,
 )
 _register(
-    "reduce(Tensor x, Tensor logits, Tensor? size, int prefix, int prune, int keep, str mean, bool by_cost,"
-    " float floor) -> (Tensor, Tensor)",
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? size, float scale, bool row) -> (Tensor, Tensor)",
+    attend,
+    _attend_outputs,
+)
+_register("rank(Tensor logits, int prefix) -> (Tensor, Tensor)", rank, _rank_outputs)
+_register(
+    "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep, str mean,"
+    " bool by_cost, float floor, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
     reduce,
     _reduce_outputs,
 )

@@ -1,4 +1,4 @@
-"""Triton kernels of one compressed block: score, rank, match, assemble.
+"""Triton kernels of one compressed block: attend or score, rank, match, assemble.
 
 All work on one image needs no other image, so every grid is images x tiles. Scores and similarities are fp32, whatever
 the features are. Token counts are plain arguments, and not special where they are 1 or a multiple of 16
@@ -8,6 +8,50 @@ the features are. Token counts are plain arguments, and not special where they a
 
 import triton
 import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def attend_kernel(
+    Q, K, V, SIZE, OUT, LOGITS,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    scale, H, N, D,
+    HAS_SIZE: tl.constexpr, ROW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head: values mixed by attention and, ROW, the class token's logits in base 2."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1)
+    b = (head // H).to(tl.int64)
+    h = head % H
+    d = tl.arange(0, BLOCK_D)
+    inside_m = (m[:, None] < N) & (d[None, :] < D)
+    q = tl.load(Q + b * q_b + h * q_h + m[:, None] * q_n + d[None, :], mask=inside_m, other=0.0)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside_k = (n[None, :] < N) & (d[:, None] < D)
+        inside_v = (n[:, None] < N) & (d[None, :] < D)
+        k = tl.load(K + b * k_b + h * k_h + n[None, :] * k_n + d[:, None], mask=inside_k, other=0.0)
+        v = tl.load(V + b * v_b + h * v_h + n[:, None] * v_n + d[None, :], mask=inside_v, other=0.0)
+        logits = tl.dot(q, k, input_precision="ieee") * scale
+        if HAS_SIZE:
+            logits += tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))[None, :]
+        if ROW:
+            row = tl.sum(tl.where(m[:, None] == 0, logits, 0.0), 0)
+            ours = n + N * tl.program_id(0) < N  # token 0 is in the first tile
+            tl.store(LOGITS + head.to(tl.int64) * N + n, row, mask=ours)
+        logits = tl.where(n[None, :] < N, logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, 1))
+        shrink = tl.exp2(highest - higher)
+        weight = tl.exp2(logits - higher[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+        highest = higher
+    mixed = mixed / total[:, None]
+    out = OUT + ((b * N + m[:, None]) * H + h) * D + d[None, :]
+    tl.store(out, mixed.to(OUT.dtype.element_ty), mask=inside_m)
 
 
 @triton.jit(do_not_specialize=["H", "N"])
@@ -35,7 +79,8 @@ def class_logits_kernel(
 
 @triton.jit(do_not_specialize=["H", "N", "prefix"])
 def rank_kernel(
-    LOGITS, IMPORTANCE, ORDER, H, N, prefix, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr
+    LOGITS, IMPORTANCE, ORDER, H, N, prefix,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Importance of every token of one image (softmax of each head's row, mean over heads), and the order it gives.
 
@@ -44,10 +89,14 @@ def rank_kernel(
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
-    for h in range(H):
-        logits = tl.load(LOGITS + (b * H + h) * N + n, mask=n < N, other=float("-inf"))
-        weight = tl.exp2(logits - tl.max(logits, 0))
-        total = total + weight / tl.sum(weight, 0)
+    for first in range(0, H, BLOCK_H):
+        h = first + tl.arange(0, BLOCK_H)
+        inside = (h[:, None] < H) & (n[None, :] < N)
+        logits = tl.load(LOGITS + (b * H + h[:, None]) * N + n[None, :], mask=inside, other=float("-inf"))
+        highest = tl.where(h < H, tl.max(logits, 1), 0.0)
+        weight = tl.exp2(logits - highest[:, None])
+        share = weight / tl.where(h < H, tl.sum(weight, 1), 1.0)[:, None]
+        total += tl.sum(share, 0)
     importance = total / H
     # A model whose features overflowed gives NaN, which is neither ahead of nor behind anything: ranks would collide.
     importance = tl.where(importance == importance, importance, 0.0)
@@ -172,14 +221,15 @@ def match_kernel(
 
 @triton.jit(do_not_specialize=["N", "prefix", "keep", "J", "TILES", "MATCH_TILES"])
 def assemble_kernel(
-    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE,
-    N, C, prefix, keep, J, TILES, MATCH_TILES,
-    HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr,
+    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
+    N, C, prefix, keep, J, TILES, MATCH_TILES, log_stride, eps,
+    HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
 
-    The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance.
+    The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance. NORM: also the layer norm
+    of what stays, by WEIGHT and BIAS, which the MLP would otherwise read all of it again for.
     """
     tile = tl.program_id(0) % TILES
     image = tl.program_id(0) // TILES
@@ -207,7 +257,7 @@ def assemble_kernel(
             size = tl.full([BLOCK_T], 1.0, tl.float32)
             j_size = tl.full([BLOCK_J], 1.0, tl.float32)
         grown = size + tl.sum(tl.where(pairs, (j_size * similarity)[None, :], 0.0), 1)
-        tl.store(OUT_SIZE + b * keep + t, tl.maximum(grown, 1.0), mask=t < keep)
+        grown = tl.maximum(grown, 1.0)
         if MEAN == 0:
             weight = tl.full([BLOCK_T], 1.0, tl.float32)
             j_weight = tl.full([BLOCK_J], 1.0, tl.float32)
@@ -226,10 +276,13 @@ def assemble_kernel(
         share = tl.where(grows, weight / total, 1.0)
         given = (given / total[:, None]).to(X.dtype.element_ty)
     elif HAS_SIZE:
-        size = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
-        tl.store(OUT_SIZE + b * keep + t, size, mask=t < keep)
+        grown = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
     else:
-        tl.store(OUT_SIZE + b * keep + t, tl.full([BLOCK_T], 1.0, tl.float32), mask=t < keep)
+        grown = tl.full([BLOCK_T], 1.0, tl.float32)
+    tl.store(OUT_SIZE + b * keep + t, grown, mask=t < keep)
+    tl.store(LOG_SIZE + b * log_stride + t, tl.log(grown).to(X.dtype.element_ty), mask=t < keep)
+    added = tl.zeros([BLOCK_T], tl.float32)
+    squared = tl.zeros([BLOCK_T], tl.float32)
     for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         inside = (t[:, None] < keep) & (c[None, :] < C)
@@ -241,3 +294,20 @@ def assemble_kernel(
             mean = tl.dot(given, joiners, mean, input_precision="ieee")
             features = mean.to(X.dtype.element_ty)
         tl.store(OUT + (b * keep + t[:, None]) * C + c[None, :], features, mask=inside)
+        if NORM:
+            wide = features.to(tl.float32)
+            added += tl.sum(wide, 1)
+            squared += tl.sum(wide * wide, 1)
+    if NORM:
+        center = added / C
+        scale = tl.rsqrt(tl.maximum(squared / C - center * center, 0.0) + eps)
+        tl.debug_barrier()  # what was stored is read again
+        for c0 in range(0, C, BLOCK_C):
+            c = c0 + tl.arange(0, BLOCK_C)
+            inside = (t[:, None] < keep) & (c[None, :] < C)
+            where = (b * keep + t[:, None]) * C + c[None, :]
+            wide = tl.load(OUT + where, mask=inside, other=0.0).to(tl.float32)
+            weight_c = tl.load(WEIGHT + c, mask=c < C, other=0.0).to(tl.float32)
+            bias_c = tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)
+            normed = (wide - center[:, None]) * scale[:, None] * weight_c[None, :] + bias_c[None, :]
+            tl.store(NORMED + where, normed.to(X.dtype.element_ty), mask=inside)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from diffrate import kernels
 from diffrate.backbones import Backbone
-from diffrate.compressed import attend_and_rank, finish_block
+from diffrate.compressed import attend_and_rank, finish_block, reduce_and_finish
 from diffrate.operator import Operator
-from diffrate.reduction import reduce_tokens
 from diffrate.tokens import Tokens, rows, stacked
 
 # Every step has other sequence lengths, and cuDNN would plan anew for each: hundreds of milliseconds.
@@ -56,17 +56,17 @@ def _variant_logits(
     main = Branch(backbone.start(images), [0])
     apart: list[Branch] = []  # variants whose sequence is still longer or shorter than the schedule's
     for i in range(len(kept)):
-        attended, importance = attend_and_rank(backbone, i, main.tokens, operator)
+        attended, ranked = attend_and_rank(backbone, i, main.tokens, operator)
         fork = None
         if changed[i] != kept[i]:
-            fork = Branch(rows(attended, slice(batch)), [i + 1])
-            fork.tokens = _reduced(fork.tokens, importance[:batch], changed[i], operator)
-            fork.tokens = finish_block(backbone, i, fork.tokens)
-        main.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
+            first = slice(batch)
+            own = ranked[first] if isinstance(ranked, Tensor) else ranked.rows(first)
+            fork = Branch(_finished(backbone, i, rows(attended, first), own, changed[i], operator), [i + 1])
+        main.tokens = _finished(backbone, i, attended, ranked, kept[i], operator)
         waiting = [] if fork is None else [fork]
         for branch in apart:
-            attended, importance = attend_and_rank(backbone, i, branch.tokens, operator)
-            branch.tokens = finish_block(backbone, i, _reduced(attended, importance, kept[i], operator))
+            attended, ranked = attend_and_rank(backbone, i, branch.tokens, operator)
+            branch.tokens = _finished(backbone, i, attended, ranked, kept[i], operator)
             if branch.tokens.count == main.tokens.count:
                 main = _joined(main, branch)
             else:
@@ -80,11 +80,13 @@ def _variant_logits(
     return torch.stack([outcomes.get(variant, outcomes[0]) for variant in range(variants)])
 
 
-def _reduced(tokens: Tokens, importance: Tensor, keep: int, operator: Operator) -> Tokens:
-    keep = min(keep, tokens.count)
-    if keep == tokens.count:
-        return tokens
-    return reduce_tokens(tokens, importance, keep, keep, operator)
+def _finished(
+    backbone: Backbone, i: int, tokens: Tokens, ranked: kernels.Ranked | Tensor, keep: int, operator: Operator
+) -> Tokens:
+    """Block i after attention, with `keep` tokens or all that there are."""
+    if keep >= tokens.count:
+        return finish_block(backbone, i, tokens)
+    return reduce_and_finish(backbone, i, tokens, ranked, keep, keep, operator)
 
 
 def _joined(a: Branch, b: Branch) -> Branch:
