@@ -21,6 +21,7 @@ from torch import Tensor
 from diffrate.steps import step
 
 LOG2_E = math.log2(math.e)
+MANY = 32  # images that fill a GPU with programs of 64 tokens
 MEANS = {"plain": 0, "size": 1, "attention": 2}
 
 _library = torch.library.Library("diffrate", "DEF")
@@ -61,7 +62,7 @@ def class_logits(q: Tensor, k: Tensor, size: Tensor | None, scale: float) -> Ten
     logits = _class_logits_output(q, k, size, scale)
     if b:
         kernels().class_logits_kernel[(b * heads,)](
-            q, k, size if size is not None else q, logits,
+            q, k, _or(size, q), logits,
             q.stride(0), q.stride(1), *k.stride()[:3],
             scale * LOG2_E, heads, n, d,
             HAS_SIZE=size is not None, BLOCK_N=64, BLOCK_D=_power_of_two(d), num_warps=4,
@@ -82,13 +83,14 @@ def attend(
     b, heads, n, d = k.shape
     mixed, logits = _attend_outputs(q, k, v, size, scale, row)
     if b:
-        rows = 32 if _power_of_two(d) <= 64 else 16
+        rows = 16 if d <= 64 else 32
+        keys = min(256, _power_of_two(n))  # mostly all of them at once
         kernels().attend_kernel[(_tiles(n, rows), b * heads)](
-            q, k, v, size if size is not None else q, mixed, logits,
+            q, k, v, _or(size, q), mixed, logits,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             scale * LOG2_E, heads, n, d,
-            HAS_SIZE=size is not None, ROW=row,
-            BLOCK_M=rows, BLOCK_N=64, BLOCK_D=_power_of_two(d), num_warps=4, num_stages=2,
+            HAS_SIZE=size is not None, ROW=row, BLOCK_M=rows, BLOCK_N=keys, BLOCK_D=_power_of_two(d),
+            num_warps=8 if rows * keys > 4096 else 4, num_stages=1 if n <= keys else 2,
         )  # fmt: skip
     return mixed, logits
 
@@ -111,8 +113,7 @@ def rank(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
         width = _power_of_two(n)
         kernels().rank_kernel[(b,)](
             logits, importance, order, heads, n, prefix,
-            BLOCK_H=min(16, max(2, _power_of_two(heads, least=1))), BLOCK_N=width, CHUNK=16,
-            num_warps=max(4, width // 64),
+            BLOCK_H=min(16, _power_of_two(heads, least=2)), BLOCK_N=width, num_warps=max(4, width // 64),
         )  # fmt: skip
     return importance, order
 
@@ -125,6 +126,7 @@ def _rank_outputs(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
 @_on_its_device
 def reduce(
     x: Tensor,
+    update: Tensor | None,
     importance: Tensor,
     order: Tensor,
     size: Tensor | None,
@@ -142,6 +144,7 @@ def reduce(
 
     The twin of reduction.reduce_tokens.
 
+    update   (B, N, C) what attention adds to the tokens, where that was left to this step.
     prune    tokens that pruning leaves; those ranked from `keep` on join the image tokens before them.
     by_cost  ranked by what merging them would lose, of all tokens, and not by their importance.
     weight, bias, eps  of the layer norm; without them there is none, and the last result is empty.
@@ -149,30 +152,33 @@ def reduce(
     Logarithms have the features' type and rows of whole 16 bytes, as attention wants its bias.
     """
     x = x.contiguous()
+    update = None if update is None else update.contiguous()
     if by_cost:
         with step("ranking"):
-            order = rank_by_cost(x, importance, prefix, floor)
+            order = rank_by_cost(x, update, importance, prefix, floor)
     with step("merge"):
         joins = prune > keep > prefix
         b, n, c = x.shape
         joining = prune - keep if joins else 0
-        similarity, target = match(x, order, prefix, keep, joining)
+        similarity, target = match(x, update, order, prefix, keep, joining)
         out, out_size, log_size, normed = _kept(x, keep, weight)
         rows = _token_tile(b, keep)
         count = _tiles(keep, rows)
         if b:
             kernels().assemble_kernel[(count * b,)](
-                x, size if size is not None else x, importance, order, similarity, target, out, out_size,
-                log_size, weight if weight is not None else x, bias if bias is not None else x, normed,
+                x, _or(update, x), _or(size, x), importance, order, similarity, target, out, out_size, log_size,
+                _or(weight, x), _or(bias, x), normed,
                 n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
-                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None,
-                BLOCK_T=rows, BLOCK_J=_power_of_two(joining), BLOCK_C=64, num_warps=8 if joining > 64 else 4,
+                UPDATED=update is not None, HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean],
+                NORM=weight is not None, BLOCK_T=rows, BLOCK_J=_power_of_two(joining),
+                BLOCK_C=64 if b >= MANY else 256, num_warps=8 if joining > 64 else 4, num_stages=3 if b >= MANY else 2,
             )  # fmt: skip
         return out, out_size, log_size, normed
 
 
 def _reduce_outputs(
     x: Tensor,
+    update: Tensor | None,
     importance: Tensor,
     order: Tensor,
     size: Tensor | None,
@@ -200,41 +206,25 @@ def _kept(x: Tensor, keep: int, weight: Tensor | None) -> tuple[Tensor, Tensor, 
     )
 
 
-def rank_by_cost(x: Tensor, importance: Tensor, prefix: int, floor: float) -> Tensor:
+def rank_by_cost(x: Tensor, update: Tensor | None, importance: Tensor, prefix: int, floor: float) -> Tensor:
     """(B, N) token indices in the order of what merging each away would lose, prefix first."""
     b, n, c = x.shape
     loss = torch.empty_like(importance)
     order = importance.new_empty((b, n), dtype=torch.int32)
-    rows = _token_tile(b, n)
+    rows, width = _token_tile(b, n), _power_of_two(n)
     count = _tiles(n, rows)
     if b:
         kernels().loss_kernel[(count * b,)](
-            x,
-            importance,
-            loss,
-            n,
-            c,
-            prefix,
-            count,
-            float(floor),
-            BLOCK_M=rows,
-            BLOCK_N=64,
-            BLOCK_C=64,
-            num_warps=4,
-        )
-        kernels().order_kernel[(b,)](
-            loss,
-            order,
-            n,
-            prefix,
-            BLOCK_N=_power_of_two(n),
-            CHUNK=16,
-            num_warps=max(4, _power_of_two(n) // 64),
-        )
+            x, _or(update, x), importance, loss, n, c, prefix, count, float(floor),
+            UPDATED=update is not None, BLOCK_M=rows, BLOCK_N=64, BLOCK_C=64, num_warps=4,
+        )  # fmt: skip
+        kernels().order_kernel[(b,)](loss, order, n, prefix, BLOCK_N=width, num_warps=max(4, width // 64))
     return order
 
 
-def match(x: Tensor, order: Tensor, prefix: int, first: int, joining: int) -> tuple[Tensor, Tensor]:
+def match(
+    x: Tensor, update: Tensor | None, order: Tensor, prefix: int, first: int, joining: int
+) -> tuple[Tensor, Tensor]:
     """(B, tiles, J) highest cosine similarity of each joiner in each tile of targets, and the target's place."""
     b, n, c = x.shape
     rows = _token_tile(b, first - prefix)
@@ -242,17 +232,24 @@ def match(x: Tensor, order: Tensor, prefix: int, first: int, joining: int) -> tu
     similarity = x.new_empty((b, count, joining), dtype=torch.float32)
     target = x.new_empty((b, count, joining), dtype=torch.int32)
     if b and joining:
+        width = min(64, _power_of_two(joining))
+        deep = b < MANY and width <= 16  # one image waits for its loads: ask for many at once
         kernels().match_kernel[(count * b,)](
-            x, order, similarity, target, n, c, prefix, first, joining, count,
-            BLOCK_J=min(64, _power_of_two(joining)), BLOCK_T=rows, BLOCK_C=64, num_warps=4,
+            x, _or(update, x), order, similarity, target, n, c, prefix, first, joining, count,
+            UPDATED=update is not None, BLOCK_J=width, BLOCK_T=rows,
+            BLOCK_C=512 if deep else 64, num_warps=4, num_stages=1 if deep else 3,
         )  # fmt: skip
     return similarity, target
 
 
 def _token_tile(batch: int, tokens: int) -> int:
     """Tokens a program works on: many where there are images enough to fill a GPU, else few."""
-    most = 64 if batch >= 32 else 16
-    return min(most, _power_of_two(tokens))
+    return min(64 if batch >= MANY else 16, _power_of_two(tokens))
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel's argument that it does not look at must still be some tensor."""
+    return other if tensor is None else tensor
 
 
 def _rows_dense(t: Tensor) -> Tensor:
@@ -281,8 +278,9 @@ _register(
 )
 _register("rank(Tensor logits, int prefix) -> (Tensor, Tensor)", rank, _rank_outputs)
 _register(
-    "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep, str mean,"
-    " bool by_cost, float floor, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "reduce(Tensor x, Tensor? update, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep,"
+    " str mean, bool by_cost, float floor, Tensor? weight, Tensor? bias, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     reduce,
     _reduce_outputs,
 )

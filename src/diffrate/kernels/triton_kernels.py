@@ -77,15 +77,21 @@ def class_logits_kernel(
         tl.store(LOGITS + head.to(tl.int64) * N + n, logits, mask=n < N)
 
 
+@triton.jit
+def features_at(X, UPDATE, where, inside, UPDATED: tl.constexpr):
+    """Features of tokens; UPDATED: with what attention adds to them, rounded as torch does."""
+    x = tl.load(X + where, mask=inside, other=0.0)
+    if UPDATED:
+        update = tl.load(UPDATE + where, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + update.to(tl.float32)).to(X.dtype.element_ty)
+    return x
+
+
 @triton.jit(do_not_specialize=["H", "N", "prefix"])
 def rank_kernel(
-    LOGITS, IMPORTANCE, ORDER, H, N, prefix,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    LOGITS, IMPORTANCE, ORDER, H, N, prefix, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Importance of every token of one image (softmax of each head's row, mean over heads), and the order it gives.
-
-    A token's rank is the number of tokens ahead of it: more important, or as important and earlier.
-    """
+    """Importance of every token of one image (softmax of each head's row, mean over heads), and the order it gives."""
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -98,47 +104,43 @@ def rank_kernel(
         share = weight / tl.where(h < H, tl.sum(weight, 1), 1.0)[:, None]
         total += tl.sum(share, 0)
     importance = total / H
-    # A model whose features overflowed gives NaN, which is neither ahead of nor behind anything: ranks would collide.
+    # A model whose features overflowed gives NaN, which is neither ahead of nor behind anything.
     importance = tl.where(importance == importance, importance, 0.0)
     tl.store(IMPORTANCE + b * N + n, importance, mask=n < N)
-    tl.debug_barrier()  # what one thread stored, all compare with
-    store_order(IMPORTANCE + b * N, importance, ORDER + b * N, N, prefix, BLOCK_N, CHUNK)
+    tl.store(ORDER + b * N + n, order_of(importance, n, N, prefix), mask=n < N)
 
 
 @triton.jit
-def store_order(SCORES, score, ORDER, N, prefix, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Each token's number to its place in the order of falling `score`, which also lies at SCORES, never negative."""
-    n = tl.arange(0, BLOCK_N)
-    rank = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(prefix, N, CHUNK):
-        j = start + tl.arange(0, CHUNK)
-        other = tl.load(SCORES + j, mask=j < N, other=-1.0)
-        higher = other[None, :] > score[:, None]
-        earlier = (other[None, :] == score[:, None]) & (j[None, :] < n[:, None])
-        rank += tl.sum((higher | earlier).to(tl.int32), 1)
-    place = tl.where(n < prefix, n, prefix + rank)
-    tl.store(ORDER + place, n, mask=n < N)
+def order_of(score, n, N, prefix):
+    """Tokens n by falling score, which is never negative; of equals the earlier one first, and the prefix before all.
+
+    The bits of a float that is not negative grow with it: sorted together with the token's number, as one integer.
+    """
+    bits = score.to(tl.int32, bitcast=True).to(tl.int64)
+    bits = tl.where(n < prefix, 2147483647, bits)
+    key = tl.where(n < N, bits * 65536 + (65535 - n), -1)
+    return (65535 - (tl.sort(key, descending=True) & 65535)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["N", "prefix"])
-def order_kernel(SCORES, ORDER, N, prefix, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+def order_kernel(SCORES, ORDER, N, prefix, BLOCK_N: tl.constexpr):
     """The order that the scores of one image give."""
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
-    score = tl.load(SCORES + b * N + n, mask=n < N, other=-1.0)
-    store_order(SCORES + b * N, score, ORDER + b * N, N, prefix, BLOCK_N, CHUNK)
+    score = tl.load(SCORES + b * N + n, mask=n < N, other=0.0)
+    tl.store(ORDER + b * N + n, order_of(score, n, N, prefix), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["N", "prefix", "TILES"])
 def loss_kernel(
-    X, IMPORTANCE, LOSS,
+    X, UPDATE, IMPORTANCE, LOSS,
     N, C, prefix, TILES, floor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    UPDATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """What merging each token of a tile away would lose: see reduction.merging_loss."""
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
-    x = X + b * N * C
+    image = b * N * C
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     importance = tl.load(IMPORTANCE + b * N + m, mask=m < N, other=0.0)
     nearest = tl.full([BLOCK_M], -2.0, tl.float32)  # below every cosine
@@ -146,23 +148,19 @@ def loss_kernel(
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        m_square = tl.zeros([BLOCK_M], tl.float32)
-        n_square = tl.zeros([BLOCK_N], tl.float32)
+        m_square = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+        n_square = tl.zeros([BLOCK_C, BLOCK_N], tl.float32)
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
-            ours = tl.load(
-                x + m[:, None] * C + c[None, :], mask=(m[:, None] < N) & (c[None, :] < C), other=0.0
-            )
-            theirs = tl.load(
-                x + n[None, :] * C + c[:, None], mask=(n[None, :] < N) & (c[:, None] < C), other=0.0
-            )
-            product = tl.dot(ours, theirs, product, input_precision="ieee")
-            wide_m = ours.to(tl.float32)
-            wide_n = theirs.to(tl.float32)
-            m_square += tl.sum(wide_m * wide_m, 1)
-            n_square += tl.sum(wide_n * wide_n, 0)
-        m_length = tl.maximum(tl.sqrt(m_square), 1e-12)
-        n_length = tl.maximum(tl.sqrt(n_square), 1e-12)
+            inside_m = (m[:, None] < N) & (c[None, :] < C)
+            inside_n = (n[None, :] < N) & (c[:, None] < C)
+            ours = features_at(X, UPDATE, image + m[:, None] * C + c[None, :], inside_m, UPDATED)
+            theirs = features_at(X, UPDATE, image + n[None, :] * C + c[:, None], inside_n, UPDATED)
+            product = tl.dot(ours, theirs, product, input_precision="tf32x3")
+            m_square += ours.to(tl.float32) * ours.to(tl.float32)
+            n_square += theirs.to(tl.float32) * theirs.to(tl.float32)
+        m_length = tl.maximum(tl.sqrt(tl.sum(m_square, 1)), 1e-12)
+        n_length = tl.maximum(tl.sqrt(tl.sum(n_square, 0)), 1e-12)
         cosine = product / m_length[:, None] / n_length[None, :]
         other = tl.load(IMPORTANCE + b * N + n, mask=n < N, other=-1.0)
         tied = (other[None, :] == importance[:, None]) & (n[None, :] < m[:, None])
@@ -177,39 +175,36 @@ def loss_kernel(
 
 @triton.jit(do_not_specialize=["N", "prefix", "first", "J", "TILES"])
 def match_kernel(
-    X, ORDER, SIMILARITY, TARGET,
+    X, UPDATE, ORDER, SIMILARITY, TARGET,
     N, C, prefix, first, J, TILES,
-    BLOCK_J: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    UPDATED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """For each of J joiners, from place `first` of the order on, the most similar of one tile of targets.
 
     Targets are the image tokens before `first`. The best of each tile are compared by assemble_kernel.
     """
     tile = tl.program_id(0) % TILES
-    image = tl.program_id(0) // TILES
-    b = image.to(tl.int64)
-    x = X + b * N * C
+    b = (tl.program_id(0) // TILES).to(tl.int64)
+    image = b * N * C
     t = prefix + tile * BLOCK_T + tl.arange(0, BLOCK_T)
     t_row = tl.load(ORDER + b * N + t, mask=t < first, other=0)
     for start in range(0, J, BLOCK_J):
         j = start + tl.arange(0, BLOCK_J)
         j_row = tl.load(ORDER + b * N + first + j, mask=j < J, other=0)
         product = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-        j_square = tl.zeros([BLOCK_J], tl.float32)
-        t_square = tl.zeros([BLOCK_T], tl.float32)
+        j_square = tl.zeros([BLOCK_J, BLOCK_C], tl.float32)
+        t_square = tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
             inside_j = (j[:, None] < J) & (c[None, :] < C)
             inside_t = (t[None, :] < first) & (c[:, None] < C)
-            joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
-            targets = tl.load(x + t_row[None, :] * C + c[:, None], mask=inside_t, other=0.0)
-            product = tl.dot(joiners, targets, product, input_precision="ieee")
-            wide_j = joiners.to(tl.float32)
-            wide_t = targets.to(tl.float32)
-            j_square += tl.sum(wide_j * wide_j, 1)
-            t_square += tl.sum(wide_t * wide_t, 0)
-        j_length = tl.maximum(tl.sqrt(j_square), 1e-12)
-        t_length = tl.maximum(tl.sqrt(t_square), 1e-12)
+            joiners = features_at(X, UPDATE, image + j_row[:, None] * C + c[None, :], inside_j, UPDATED)
+            targets = features_at(X, UPDATE, image + t_row[None, :] * C + c[:, None], inside_t, UPDATED)
+            product = tl.dot(joiners, targets, product, input_precision="tf32x3")
+            j_square += joiners.to(tl.float32) * joiners.to(tl.float32)
+            t_square += targets.to(tl.float32) * targets.to(tl.float32)
+        j_length = tl.maximum(tl.sqrt(tl.sum(j_square, 1)), 1e-12)
+        t_length = tl.maximum(tl.sqrt(tl.sum(t_square, 0)), 1e-12)
         cosine = product / j_length[:, None] / t_length[None, :]
         cosine = tl.where(t[None, :] < first, cosine, float("-inf"))
         best = tl.max(cosine, 1)
@@ -221,9 +216,9 @@ def match_kernel(
 
 @triton.jit(do_not_specialize=["N", "prefix", "keep", "J", "TILES", "MATCH_TILES"])
 def assemble_kernel(
-    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
+    X, UPDATE, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
     N, C, prefix, keep, J, TILES, MATCH_TILES, log_stride, eps,
-    HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr,
+    UPDATED: tl.constexpr, HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
@@ -232,9 +227,8 @@ def assemble_kernel(
     of what stays, by WEIGHT and BIAS, which the MLP would otherwise read all of it again for.
     """
     tile = tl.program_id(0) % TILES
-    image = tl.program_id(0) // TILES
-    b = image.to(tl.int64)
-    x = X + b * N * C
+    b = (tl.program_id(0) // TILES).to(tl.int64)
+    image = b * N * C
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     row = tl.load(ORDER + b * N + t, mask=t < keep, other=0)
     if JOINS:
@@ -286,10 +280,10 @@ def assemble_kernel(
     for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         inside = (t[:, None] < keep) & (c[None, :] < C)
-        features = tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0)
+        features = features_at(X, UPDATE, image + row[:, None] * C + c[None, :], inside, UPDATED)
         if JOINS:
             inside_j = comes[:, None] & (c[None, :] < C)
-            joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
+            joiners = features_at(X, UPDATE, image + j_row[:, None] * C + c[None, :], inside_j, UPDATED)
             mean = features.to(tl.float32) * share[:, None]
             mean = tl.dot(given, joiners, mean, input_precision="ieee")
             features = mean.to(X.dtype.element_ty)

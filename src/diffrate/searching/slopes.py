@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from diffrate import kernels
 from diffrate.backbones import Backbone
-from diffrate.compressed import attend_and_rank, finish_block, reduce_and_finish
+from diffrate.compressed import attend_and_rank, reduce_and_finish
 from diffrate.operator import Operator
 from diffrate.tokens import Tokens, rows, stacked
 
@@ -61,12 +60,15 @@ def _variant_logits(
         if changed[i] != kept[i]:
             first = slice(batch)
             own = ranked[first] if isinstance(ranked, Tensor) else ranked.rows(first)
-            fork = Branch(_finished(backbone, i, rows(attended, first), own, changed[i], operator), [i + 1])
-        main.tokens = _finished(backbone, i, attended, ranked, kept[i], operator)
+            fork = Branch(
+                reduce_and_finish(backbone, i, rows(attended, first), own, changed[i], changed[i], operator),
+                [i + 1],
+            )
+        main.tokens = reduce_and_finish(backbone, i, attended, ranked, kept[i], kept[i], operator)
         waiting = [] if fork is None else [fork]
         for branch in apart:
             attended, ranked = attend_and_rank(backbone, i, branch.tokens, operator)
-            branch.tokens = _finished(backbone, i, attended, ranked, kept[i], operator)
+            branch.tokens = reduce_and_finish(backbone, i, attended, ranked, kept[i], kept[i], operator)
             if branch.tokens.count == main.tokens.count:
                 main = _joined(main, branch)
             else:
@@ -78,15 +80,6 @@ def _variant_logits(
         logits = logits[0] if isinstance(logits, tuple) else logits
         outcomes.update(zip(branch.variants, logits.split(batch), strict=True))
     return torch.stack([outcomes.get(variant, outcomes[0]) for variant in range(variants)])
-
-
-def _finished(
-    backbone: Backbone, i: int, tokens: Tokens, ranked: kernels.Ranked | Tensor, keep: int, operator: Operator
-) -> Tokens:
-    """Block i after attention, with `keep` tokens or all that there are."""
-    if keep >= tokens.count:
-        return finish_block(backbone, i, tokens)
-    return reduce_and_finish(backbone, i, tokens, ranked, keep, keep, operator)
 
 
 def _joined(a: Branch, b: Branch) -> Branch:
