@@ -226,9 +226,8 @@ def reduction_error(
     prune, merge = n - n // 10, n - n // 5
     norm = torch.nn.LayerNorm(x.shape[2], device=x.device, dtype=x.dtype)
     with torch.no_grad():
-        half = (x / 2).to(x.dtype)  # attention's update, left to the reduction: halves add up to the bit
-        ranked = kernels.rank(logits, 1)._replace(update=half)
-        ours, normed = kernels.reduce_tokens(Tokens(half, 1, size), ranked, prune, merge, operator, norm)
+        ranked = kernels.rank(logits, 1)
+        ours, normed = kernels.reduce_tokens(Tokens(x, 1, size), ranked, prune, merge, operator, norm)
         assert normed is not None
         assert error(normed, norm(ours.x).double()) < 4 * tolerance, "norm"
     wanted = reduce_tokens(Tokens(x.double(), 1, size), importance[:, 1:], prune, merge, operator)
@@ -281,15 +280,15 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         prune, keep = n - 10, n - 20
         parts: dict[str, Callable[[], Any]] = {
             "rank": lambda logits=logits: ops.rank(logits, 1),
-            "match": lambda x=x, o=order, k=keep: ops.match(x, None, o, 1, k, 10),
+            "match": lambda x=x, o=order, k=keep: ops.match(x, o, 1, k, 10),
             "reduce (match, assemble)": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep: (
-                ops.reduce(x, None, i, o, s, 1, p, k, "plain", False, 0.0)
+                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0)
             ),
             "reduce and norm": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep, w=affine: (
-                ops.reduce(x, None, i, o, s, 1, p, k, "plain", False, 0.0, *w, 1e-6)
+                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0, *w, 1e-6)
             ),
             "reduce, merge by cost": lambda x=x, i=importance, o=order, s=size, n=n, k=keep: ops.reduce(
-                x, None, i, o, s, 1, n, k, "attention", True, 0.0
+                x, i, o, s, 1, n, k, "attention", True, 0.0
             ),
             "copy of what is kept": lambda x=x, k=keep: x[:, :k].contiguous(),
         }

@@ -294,7 +294,7 @@ def attend_and_rank(
 ) -> tuple[Tokens, kernels.Ranked | Tensor]:
     """The first half of a block that removes tokens: x + attention, and what ranks them for reduce_and_finish.
 
-    That is (B, N - prefix) importances, or what the kernels make of them, who may add what attention says themselves.
+    That is (B, N - prefix) importances, or what the kernels make of them.
     """
     size, bias = (tokens.size, tokens.key_bias()) if operator.proportional else (None, None)
     ranked: kernels.Ranked | Tensor
@@ -303,9 +303,6 @@ def attend_and_rank(
         if kernels.fast(tokens, operator):
             mixed, logits = kernels.attend(attention, size, bias, rank=True)
             ranked = kernels.rank(logits, tokens.prefix)
-            update = backbone.attention_update(i, tokens.x, mixed)
-            if update is not None:
-                return tokens, ranked._replace(update=update)
             return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), ranked
         bias = attention.logit_bias(bias)
         if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
@@ -331,8 +328,6 @@ def reduce_and_finish(
 ) -> Tokens:
     """The second half of such a block: fewer tokens, if there are too many, and the MLP on those that are left."""
     if merge >= tokens.count:
-        if not isinstance(ranked, Tensor) and ranked.update is not None:
-            tokens = tokens.with_features(tokens.x + ranked.update)
         return finish_block(backbone, i, tokens)
     if isinstance(ranked, Tensor):
         return finish_block(backbone, i, reduce_tokens(tokens, ranked, prune, merge, operator))

@@ -144,10 +144,6 @@ class Backbone(ABC):
     def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
         """Output projection, scaling and residual: x + attention, from the mixed values (B, heads, N, d)."""
 
-    def attention_update(self, i: int, x: Tensor, mixed: Tensor) -> Tensor | None:
-        """What close_attention adds to x, where adding it is all that is left to do; None where it does more."""
-        return None
-
     @abstractmethod
     def mlp(self, i: int, x: Tensor) -> Tensor:
         """x + MLP of block i."""

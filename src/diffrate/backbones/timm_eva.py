@@ -95,7 +95,7 @@ class TimmEva(TimmViT):
         dropout = attn.attn_drop.p if attn.training else 0.0
         return Attention(q.to(v.dtype), k.to(v.dtype), v, attn.scale, dropout)
 
-    def attention_update(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
+    def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
         block = self.model.blocks[i]
         attn, pre_norm = block.attn, type(block) is EvaBlock
         y = attn.norm(mixed.transpose(1, 2).flatten(2))
@@ -104,8 +104,8 @@ class TimmEva(TimmViT):
             y = y * gate(block.norm1(x) if pre_norm else x).sigmoid()
         y = attn.proj_drop(attn.proj(y))
         if not pre_norm:
-            return block.drop_path1(block.norm1(y))
-        return block.drop_path1(y if block.gamma_1 is None else block.gamma_1 * y)
+            return x + block.drop_path1(block.norm1(y))
+        return x + block.drop_path1(y if block.gamma_1 is None else block.gamma_1 * y)
 
     def mlp_norm(self, i: int) -> nn.LayerNorm | None:
         block = self.model.blocks[i]

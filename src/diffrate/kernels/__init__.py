@@ -73,22 +73,15 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
 
 
 class Ranked(NamedTuple):
-    """What a reduction goes by, and what it has yet to wait for and to add.
-
-    importance, order  (B, N) of all tokens, and their numbers in its order.
-    update             (B, N, C) what attention adds to the tokens: left to the reduction, which reads them anyway.
-    stream             where importance and order are being made, if not on the current one.
-    """
+    """(B, N) importance of all tokens and (B, N) their numbers in its order, on the stream where they are made."""
 
     importance: Tensor
     order: Tensor
-    update: Tensor | None = None
     stream: torch.cuda.Stream | None = None
 
     def rows(self, chosen: slice) -> Ranked:
         """A part of the batch."""
-        update = None if self.update is None else self.update[chosen]
-        return self._replace(importance=self.importance[chosen], order=self.order[chosen], update=update)
+        return self._replace(importance=self.importance[chosen], order=self.order[chosen])
 
 
 def attend(
@@ -148,7 +141,7 @@ def reduce_tokens(
     if ranked.stream is not None:
         torch.cuda.current_stream(tokens.x.device).wait_stream(ranked.stream)
     x, size, log_size, normed = _ops().reduce(
-        tokens.x, ranked.update, ranked.importance, ranked.order, tokens.size, tokens.prefix, prune, merge,
+        tokens.x, ranked.importance, ranked.order, tokens.size, tokens.prefix, prune, merge,
         operator.mean, joins and operator.choice == "cost", operator.floor,
         *((norm.weight, norm.bias, norm.eps) if norm is not None else (None, None, 0.0)),
     )  # fmt: skip

@@ -126,7 +126,6 @@ def _rank_outputs(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
 @_on_its_device
 def reduce(
     x: Tensor,
-    update: Tensor | None,
     importance: Tensor,
     order: Tensor,
     size: Tensor | None,
@@ -144,7 +143,6 @@ def reduce(
 
     The twin of reduction.reduce_tokens.
 
-    update   (B, N, C) what attention adds to the tokens, where that was left to this step.
     prune    tokens that pruning leaves; those ranked from `keep` on join the image tokens before them.
     by_cost  ranked by what merging them would lose, of all tokens, and not by their importance.
     weight, bias, eps  of the layer norm; without them there is none, and the last result is empty.
@@ -152,33 +150,32 @@ def reduce(
     Logarithms have the features' type and rows of whole 16 bytes, as attention wants its bias.
     """
     x = x.contiguous()
-    update = None if update is None else update.contiguous()
     if by_cost:
         with step("ranking"):
-            order = rank_by_cost(x, update, importance, prefix, floor)
+            order = rank_by_cost(x, importance, prefix, floor)
     with step("merge"):
         joins = prune > keep > prefix
         b, n, c = x.shape
         joining = prune - keep if joins else 0
-        similarity, target = match(x, update, order, prefix, keep, joining)
+        similarity, target = match(x, order, prefix, keep, joining)
         out, out_size, log_size, normed = _kept(x, keep, weight)
-        rows = _token_tile(b, keep)
+        whole = b < MANY and joining <= 32 and c <= 1024
+        rows = 16 if b < MANY else 32
         count = _tiles(keep, rows)
         if b:
             kernels().assemble_kernel[(count * b,)](
-                x, _or(update, x), _or(size, x), importance, order, similarity, target, out, out_size, log_size,
+                x, _or(size, x), importance, order, similarity, target, out, out_size, log_size,
                 _or(weight, x), _or(bias, x), normed,
                 n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
-                UPDATED=update is not None, HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean],
-                NORM=weight is not None, BLOCK_T=rows, BLOCK_J=_power_of_two(joining),
-                BLOCK_C=64 if b >= MANY else 256, num_warps=8 if joining > 64 else 4, num_stages=3 if b >= MANY else 2,
+                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None, WHOLE=whole,
+                BLOCK_T=rows, BLOCK_J=_power_of_two(joining), BLOCK_C=_power_of_two(c) if whole else 128,
+                num_warps=8 if whole or joining > 64 else 4, num_stages=2,
             )  # fmt: skip
         return out, out_size, log_size, normed
 
 
 def _reduce_outputs(
     x: Tensor,
-    update: Tensor | None,
     importance: Tensor,
     order: Tensor,
     size: Tensor | None,
@@ -206,7 +203,7 @@ def _kept(x: Tensor, keep: int, weight: Tensor | None) -> tuple[Tensor, Tensor, 
     )
 
 
-def rank_by_cost(x: Tensor, update: Tensor | None, importance: Tensor, prefix: int, floor: float) -> Tensor:
+def rank_by_cost(x: Tensor, importance: Tensor, prefix: int, floor: float) -> Tensor:
     """(B, N) token indices in the order of what merging each away would lose, prefix first."""
     b, n, c = x.shape
     loss = torch.empty_like(importance)
@@ -215,16 +212,14 @@ def rank_by_cost(x: Tensor, update: Tensor | None, importance: Tensor, prefix: i
     count = _tiles(n, rows)
     if b:
         kernels().loss_kernel[(count * b,)](
-            x, _or(update, x), importance, loss, n, c, prefix, count, float(floor),
-            UPDATED=update is not None, BLOCK_M=rows, BLOCK_N=64, BLOCK_C=64, num_warps=4,
+            x, importance, loss, n, c, prefix, count, float(floor),
+            BLOCK_M=rows, BLOCK_N=64, BLOCK_C=32, num_warps=4, num_stages=4,
         )  # fmt: skip
         kernels().order_kernel[(b,)](loss, order, n, prefix, BLOCK_N=width, num_warps=max(4, width // 64))
     return order
 
 
-def match(
-    x: Tensor, update: Tensor | None, order: Tensor, prefix: int, first: int, joining: int
-) -> tuple[Tensor, Tensor]:
+def match(x: Tensor, order: Tensor, prefix: int, first: int, joining: int) -> tuple[Tensor, Tensor]:
     """(B, tiles, J) highest cosine similarity of each joiner in each tile of targets, and the target's place."""
     b, n, c = x.shape
     rows = _token_tile(b, first - prefix)
@@ -235,9 +230,9 @@ def match(
         width = min(64, _power_of_two(joining))
         deep = b < MANY and width <= 16  # one image waits for its loads: ask for many at once
         kernels().match_kernel[(count * b,)](
-            x, _or(update, x), order, similarity, target, n, c, prefix, first, joining, count,
-            UPDATED=update is not None, BLOCK_J=width, BLOCK_T=rows,
-            BLOCK_C=512 if deep else 64, num_warps=4, num_stages=1 if deep else 3,
+            x, order, similarity, target, n, c, prefix, first, joining, count,
+            BLOCK_J=width, BLOCK_T=rows,
+            BLOCK_C=256 if deep else 32, num_warps=4, num_stages=1 if deep else 3,
         )  # fmt: skip
     return similarity, target
 
@@ -278,7 +273,7 @@ _register(
 )
 _register("rank(Tensor logits, int prefix) -> (Tensor, Tensor)", rank, _rank_outputs)
 _register(
-    "reduce(Tensor x, Tensor? update, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep,"
+    "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep,"
     " str mean, bool by_cost, float floor, Tensor? weight, Tensor? bias, float eps)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     reduce,

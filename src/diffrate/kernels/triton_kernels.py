@@ -77,16 +77,6 @@ def class_logits_kernel(
         tl.store(LOGITS + head.to(tl.int64) * N + n, logits, mask=n < N)
 
 
-@triton.jit
-def features_at(X, UPDATE, where, inside, UPDATED: tl.constexpr):
-    """Features of tokens; UPDATED: with what attention adds to them, rounded as torch does."""
-    x = tl.load(X + where, mask=inside, other=0.0)
-    if UPDATED:
-        update = tl.load(UPDATE + where, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + update.to(tl.float32)).to(X.dtype.element_ty)
-    return x
-
-
 @triton.jit(do_not_specialize=["H", "N", "prefix"])
 def rank_kernel(
     LOGITS, IMPORTANCE, ORDER, H, N, prefix, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
@@ -133,14 +123,14 @@ def order_kernel(SCORES, ORDER, N, prefix, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "prefix", "TILES"])
 def loss_kernel(
-    X, UPDATE, IMPORTANCE, LOSS,
+    X, IMPORTANCE, LOSS,
     N, C, prefix, TILES, floor,
-    UPDATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """What merging each token of a tile away would lose: see reduction.merging_loss."""
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
-    image = b * N * C
+    x = X + b * N * C
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     importance = tl.load(IMPORTANCE + b * N + m, mask=m < N, other=0.0)
     nearest = tl.full([BLOCK_M], -2.0, tl.float32)  # below every cosine
@@ -154,8 +144,8 @@ def loss_kernel(
             c = c0 + tl.arange(0, BLOCK_C)
             inside_m = (m[:, None] < N) & (c[None, :] < C)
             inside_n = (n[None, :] < N) & (c[:, None] < C)
-            ours = features_at(X, UPDATE, image + m[:, None] * C + c[None, :], inside_m, UPDATED)
-            theirs = features_at(X, UPDATE, image + n[None, :] * C + c[:, None], inside_n, UPDATED)
+            ours = tl.load(x + m[:, None] * C + c[None, :], mask=inside_m, other=0.0)
+            theirs = tl.load(x + n[None, :] * C + c[:, None], mask=inside_n, other=0.0)
             product = tl.dot(ours, theirs, product, input_precision="tf32x3")
             m_square += ours.to(tl.float32) * ours.to(tl.float32)
             n_square += theirs.to(tl.float32) * theirs.to(tl.float32)
@@ -175,9 +165,9 @@ def loss_kernel(
 
 @triton.jit(do_not_specialize=["N", "prefix", "first", "J", "TILES"])
 def match_kernel(
-    X, UPDATE, ORDER, SIMILARITY, TARGET,
+    X, ORDER, SIMILARITY, TARGET,
     N, C, prefix, first, J, TILES,
-    UPDATED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """For each of J joiners, from place `first` of the order on, the most similar of one tile of targets.
 
@@ -185,7 +175,7 @@ def match_kernel(
     """
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
-    image = b * N * C
+    x = X + b * N * C
     t = prefix + tile * BLOCK_T + tl.arange(0, BLOCK_T)
     t_row = tl.load(ORDER + b * N + t, mask=t < first, other=0)
     for start in range(0, J, BLOCK_J):
@@ -198,8 +188,8 @@ def match_kernel(
             c = c0 + tl.arange(0, BLOCK_C)
             inside_j = (j[:, None] < J) & (c[None, :] < C)
             inside_t = (t[None, :] < first) & (c[:, None] < C)
-            joiners = features_at(X, UPDATE, image + j_row[:, None] * C + c[None, :], inside_j, UPDATED)
-            targets = features_at(X, UPDATE, image + t_row[None, :] * C + c[:, None], inside_t, UPDATED)
+            joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
+            targets = tl.load(x + t_row[None, :] * C + c[:, None], mask=inside_t, other=0.0)
             product = tl.dot(joiners, targets, product, input_precision="tf32x3")
             j_square += joiners.to(tl.float32) * joiners.to(tl.float32)
             t_square += targets.to(tl.float32) * targets.to(tl.float32)
@@ -216,19 +206,20 @@ def match_kernel(
 
 @triton.jit(do_not_specialize=["N", "prefix", "keep", "J", "TILES", "MATCH_TILES"])
 def assemble_kernel(
-    X, UPDATE, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
+    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
     N, C, prefix, keep, J, TILES, MATCH_TILES, log_stride, eps,
-    UPDATED: tl.constexpr, HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr,
+    HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
 
     The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance. NORM: also the layer norm
-    of what stays, by WEIGHT and BIAS, which the MLP would otherwise read all of it again for.
+    of what stays, by WEIGHT and BIAS, which the MLP would otherwise read all of it again for. WHOLE: BLOCK_C holds all
+    features of a token.
     """
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
-    image = b * N * C
+    x = X + b * N * C
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     row = tl.load(ORDER + b * N + t, mask=t < keep, other=0)
     if JOINS:
@@ -275,33 +266,56 @@ def assemble_kernel(
         grown = tl.full([BLOCK_T], 1.0, tl.float32)
     tl.store(OUT_SIZE + b * keep + t, grown, mask=t < keep)
     tl.store(LOG_SIZE + b * log_stride + t, tl.log(grown).to(X.dtype.element_ty), mask=t < keep)
-    added = tl.zeros([BLOCK_T], tl.float32)
-    squared = tl.zeros([BLOCK_T], tl.float32)
-    for c0 in range(0, C, BLOCK_C):
-        c = c0 + tl.arange(0, BLOCK_C)
+    if WHOLE:  # features stay at hand for the norm
+        c = tl.arange(0, BLOCK_C)
         inside = (t[:, None] < keep) & (c[None, :] < C)
-        features = features_at(X, UPDATE, image + row[:, None] * C + c[None, :], inside, UPDATED)
+        features = tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0)
         if JOINS:
             inside_j = comes[:, None] & (c[None, :] < C)
-            joiners = features_at(X, UPDATE, image + j_row[:, None] * C + c[None, :], inside_j, UPDATED)
+            joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
             mean = features.to(tl.float32) * share[:, None]
-            mean = tl.dot(given, joiners, mean, input_precision="ieee")
-            features = mean.to(X.dtype.element_ty)
-        tl.store(OUT + (b * keep + t[:, None]) * C + c[None, :], features, mask=inside)
+            features = tl.dot(given, joiners, mean, input_precision="ieee").to(X.dtype.element_ty)
+        where = (b * keep + t[:, None]) * C + c[None, :]
+        tl.store(OUT + where, features, mask=inside)
         if NORM:
             wide = features.to(tl.float32)
-            added += tl.sum(wide, 1)
-            squared += tl.sum(wide * wide, 1)
-    if NORM:
-        center = added / C
-        scale = tl.rsqrt(tl.maximum(squared / C - center * center, 0.0) + eps)
-        tl.debug_barrier()  # what was stored is read again
+            center = tl.sum(wide, 1) / C
+            apart = tl.where(c[None, :] < C, wide - center[:, None], 0.0)
+            scale = tl.rsqrt(tl.sum(apart * apart, 1) / C + eps)
+            store_normed(NORMED + where, apart * scale[:, None], WEIGHT, BIAS, c, C, inside)
+    else:
+        added = tl.zeros([BLOCK_T], tl.float32)
+        squared = tl.zeros([BLOCK_T], tl.float32)
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
             inside = (t[:, None] < keep) & (c[None, :] < C)
-            where = (b * keep + t[:, None]) * C + c[None, :]
-            wide = tl.load(OUT + where, mask=inside, other=0.0).to(tl.float32)
-            weight_c = tl.load(WEIGHT + c, mask=c < C, other=0.0).to(tl.float32)
-            bias_c = tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)
-            normed = (wide - center[:, None]) * scale[:, None] * weight_c[None, :] + bias_c[None, :]
-            tl.store(NORMED + where, normed.to(X.dtype.element_ty), mask=inside)
+            features = tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0)
+            if JOINS:
+                inside_j = comes[:, None] & (c[None, :] < C)
+                joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
+                mean = features.to(tl.float32) * share[:, None]
+                features = tl.dot(given, joiners, mean, input_precision="ieee").to(X.dtype.element_ty)
+            tl.store(OUT + (b * keep + t[:, None]) * C + c[None, :], features, mask=inside)
+            if NORM:
+                wide = features.to(tl.float32)
+                added += tl.sum(wide, 1)
+                squared += tl.sum(wide * wide, 1)
+        if NORM:
+            center = added / C
+            scale = tl.rsqrt(tl.maximum(squared / C - center * center, 0.0) + eps)
+            tl.debug_barrier()  # what was stored is read again
+            for c0 in range(0, C, BLOCK_C):
+                c = c0 + tl.arange(0, BLOCK_C)
+                inside = (t[:, None] < keep) & (c[None, :] < C)
+                where = (b * keep + t[:, None]) * C + c[None, :]
+                wide = tl.load(OUT + where, mask=inside, other=0.0).to(tl.float32)
+                apart = (wide - center[:, None]) * scale[:, None]
+                store_normed(NORMED + where, apart, WEIGHT, BIAS, c, C, inside)
+
+
+@triton.jit
+def store_normed(WHERE, unit, WEIGHT, BIAS, c, C, inside):
+    """Features of mean 0 and variance 1, times the weight, and the bias."""
+    weight = tl.load(WEIGHT + c, mask=c < C, other=0.0).to(tl.float32)
+    bias = tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(WHERE, (unit * weight[None, :] + bias[None, :]).to(WHERE.dtype.element_ty), mask=inside)
