@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--val-dir", help="folder with the val split, if it is elsewhere")
     parser.add_argument("--budgets", default="1.0,0.81,0.655", help="GMACs")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="to share the seeds out among processes")
     parser.add_argument("--published", default="1.0,0.8,0.6", help="published schedules to borrow")
     parser.add_argument("--paper-budgets", default="", help="also run the paper's recipe at these GMACs")
     parser.add_argument("--paper-steps", type=int, help="steps of the paper's recipe")
@@ -101,7 +102,7 @@ def main() -> None:
     }
     fast = {**common, "steps": arguments.steps, "batch_size": arguments.batch_size}
     for budget in floats(arguments.budgets):
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
             found = diffrate.search(model, light, budget, seed=seed, **fast)
             measure(
                 f"fast {budget:g} seed {seed}",

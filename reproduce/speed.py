@@ -191,16 +191,16 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                 wanted = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=d**-0.5)
                 mixed = mix(Attention(q, k, v, d**-0.5, 0.0), None if size is None else size.log())
                 few, few_logits = torch.ops.diffrate.attend(q, k, v, size, d**-0.5, True)
-                logits = torch.ops.diffrate.class_logits(q, k, size, d**-0.5)
+                logits = torch.ops.diffrate.query_logits(q, k, size, d**-0.5, 1, 0)
                 row = class_attention_row(wide[0], wide[1], d**-0.5, bias)
-                importance, order = ops.rank(logits, 1)
+                importance, order = ops.rank(logits, 1, 0.0)
                 errors = {
                     "mix": error(mixed, wanted) / 8,  # values reach from -6 to 6, and the bias is rounded
                     "attend": error(few, wanted) / 8,
                     "attend's row": error(
-                        (few_logits.double() * 0.6931471805599453).softmax(-1), row.double()
+                        (few_logits.double() * 0.6931471805599453).softmax(-1)[:, :, 0], row.double()
                     ),
-                    "row": error((logits.double() * 0.6931471805599453).softmax(-1), row.double()),
+                    "row": error((logits.double() * 0.6931471805599453).softmax(-1)[:, :, 0], row.double()),
                     "importance": error(importance, row.mean(1).double()),
                 }
                 assert all(e < tolerance for e in errors.values()), (dtype, b, heads, n, d, errors)
@@ -226,7 +226,7 @@ def reduction_error(
     prune, merge = n - n // 10, n - n // 5
     norm = torch.nn.LayerNorm(x.shape[2], device=x.device, dtype=x.dtype)
     with torch.no_grad():
-        ranked = kernels.rank(logits, 1)
+        ranked = kernels.rank(logits, 1, operator)
         ours, normed = kernels.reduce_tokens(Tokens(x, 1, size), ranked, prune, merge, operator, norm)
         assert normed is not None
         assert error(normed, norm(ours.x).double()) < 4 * tolerance, "norm"
@@ -266,20 +266,23 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         kinds: dict[str, Callable[[], Any]] = {
             "sdpa": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
             "sdpa + bias": lambda a=attention, b=bias: mix(a, b),
-            "class_logits": lambda q=q, k=k, s=size, c=scale: ops.class_logits(q, k, s, c),
+            "query_logits, class": lambda q=q, k=k, s=size, c=scale: ops.query_logits(q, k, s, c, 1, 0),
+            "query_logits, 15 more": lambda q=q, k=k, s=size, c=scale: ops.query_logits(q, k, s, c, 1, 15),
             "attend, with that row": lambda q=q, k=k, v=v, s=size, c=scale: ops.attend(q, k, v, s, c, True),
         }
         for name, call in kinds.items():
             yield {"shape": [b, heads, n, d], "kernel": name, "ms": milliseconds(call, device)}
     for b, heads, n, c in ((batch, 12, 170, 768), (batch, 3, 170, 192), (1, 12, 170, 768)):
         x = torch.randn(b, n, c, device=device, dtype=torch.float16)
-        logits = torch.randn(b, heads, n, device=device)
+        logits = torch.randn(b, heads, 1, n, device=device)
+        more = torch.randn(b, heads, 16, n, device=device)
         size = 1 + 3 * torch.rand(b, n, device=device)
-        importance, order = ops.rank(logits, 1)
+        importance, order = ops.rank(logits, 1, 0.0)
         affine = [torch.ones(c, device=device, dtype=torch.float16)] * 2
         prune, keep = n - 10, n - 20
         parts: dict[str, Callable[[], Any]] = {
-            "rank": lambda logits=logits: ops.rank(logits, 1),
+            "rank": lambda logits=logits: ops.rank(logits, 1, 0.0),
+            "rank, 15 more": lambda logits=more: ops.rank(logits, 1, 0.2),
             "match": lambda x=x, o=order, k=keep: ops.match(x, o, 1, k, 10),
             "reduce (match, assemble)": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep: (
                 ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0)

@@ -49,6 +49,28 @@ def test_class_attention(qkv, bias):
     )
 
 
+def test_a_share_may_come_from_image_tokens(qkv, bias):
+    q, k, _ = qkv
+    whole = attention(q, k, bias).mean(dim=1)
+    spread = [2, 2, 2, 3, 3, 4, 4, 5, 5, 5, 6, 6, 7, 7, 8]  # 15 places among tokens 2 to 8
+    assert ranking.image_queries(N, PREFIX).tolist() == spread
+    others = torch.stack([whole[:, i] for i in spread]).mean(dim=0)
+    close(
+        ranking.class_attention(q, k, SCALE, bias, PREFIX, image_share=0.25),
+        (0.75 * whole[:, 0] + 0.25 * others)[:, PREFIX:],
+    )
+
+
+def test_a_share_with_a_bias_of_every_pair_of_tokens(qkv):
+    q, k, _ = qkv
+    keys = torch.linspace(1, 5, B * N).reshape(B, N).log()
+    pairs = keys[:, None, None].expand(B, HEADS, N, N)
+    torch.testing.assert_close(
+        ranking.class_attention(q, k, SCALE, pairs, PREFIX, 0.25),
+        ranking.class_attention(q, k, SCALE, keys, PREFIX, 0.25),
+    )
+
+
 def test_class_attention_value(qkv, bias):
     q, k, v = qkv
     weighted = attention(q, k, bias)[:, :, 0] * v.double().square().sum(-1).sqrt()

@@ -211,6 +211,8 @@ HUGE = int("9" * 4000)  # as long as Python's JSON reader lets a number be
         ({"operator": {"floor": -1}}, "floor must be a number"),
         ({"operator": {"floor": True}}, "floor must be a number"),
         ({"operator": {"floor": "high"}}, "floor must be a number"),
+        ({"operator": {"image_share": 1.5}}, "image_share must be a number from 0 to 1"),
+        ({"operator": {"image_share": 0.5, "importance": "random"}}, "image_share goes with class attention"),
         ({"operator": {"seed": -1}}, "seed must be a whole number"),
         ({"operator": {"seed": True}}, "seed must be a whole number"),
         ({"operator": {"seed": 1.5}}, "seed must be a whole number"),
@@ -264,7 +266,9 @@ nearly = st.fixed_dictionaries(
         "merge": anything | st.lists(st.integers(-1, 9), max_size=4) | st.just([9, 5]),
         "prefix": anything | st.integers(0, 3),
         "operator": anything
-        | st.dictionaries(st.sampled_from(["importance", "operation", "seed", "mean", "floor"]), anything),
+        | st.dictionaries(
+            st.sampled_from(["importance", "operation", "seed", "mean", "floor", "image_share"]), anything
+        ),
         "cost": anything | st.dictionaries(st.text(max_size=5), anything, max_size=3),
         "made": anything | st.dictionaries(st.text(max_size=5), anything, max_size=3),
         "model": anything,

@@ -269,7 +269,7 @@ def run_block(
     with step("attention"):
         attention = backbone.open_attention(i, tokens.x, tokens.positions)
         if kernels.fast(tokens, operator):
-            mixed, _ = kernels.attend(attention, size, bias, rank=False)
+            mixed = kernels.attend(attention, size, bias)
         else:
             mixed = mix(attention, attention.logit_bias(bias))
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
@@ -301,8 +301,8 @@ def attend_and_rank(
     with step("attention"):
         attention = backbone.open_attention(i, tokens.x, tokens.positions)
         if kernels.fast(tokens, operator):
-            mixed, logits = kernels.attend(attention, size, bias, rank=True)
-            ranked = kernels.rank(logits, tokens.prefix)
+            mixed, logits = kernels.attend_and_score(attention, size, bias, tokens.prefix, operator)
+            ranked = kernels.rank(logits, tokens.prefix, operator)
             return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), ranked
         bias = attention.logit_bias(bias)
         if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
@@ -350,7 +350,7 @@ def importance_of(
     q, k, v, scale = attention[:4]
     match operator.importance:
         case "class-attention":
-            return ranking.class_attention(q, k, scale, bias, tokens.prefix)
+            return ranking.class_attention(q, k, scale, bias, tokens.prefix, operator.image_share)
         case "class-attention-value":
             return ranking.class_attention_value(q, k, v, scale, bias, tokens.prefix)
         case _:
@@ -379,7 +379,9 @@ def checked(schedule: Schedule, layout: Layout) -> Schedule:
 def checked_operator(operator: Operator, layout: Layout) -> Operator:
     """The operator with "auto" resolved for this model."""
     if operator.importance == "auto":
-        return operator.changed(importance="class-attention" if layout.class_token else "image-attention")
+        if layout.class_token:
+            return operator.changed(importance="class-attention")
+        return operator.changed(importance="image-attention", image_share=0.0)  # which is all of it
     if operator.importance.startswith("class-") and not layout.class_token:
         raise ScheduleError(
             f"importance {operator.importance!r} needs a class token, which this model does not have; "

@@ -32,6 +32,9 @@ class Operator:
                   those that lose least, by (importance + floor x its mean) x (1 - similarity to the nearest
                   more important token).
     floor         for choice "cost": what every token is worth to the others, as a share of the mean importance.
+    image_share   for class attention: the share of the importance that comes from image tokens, what the others
+                  receive from a few of them spread evenly over the sequence; what the class token ignores may still
+                  serve its neighbours.
     seed          for the random importance.
     """
 
@@ -41,6 +44,7 @@ class Operator:
     mean: str = "plain"
     choice: str = "rank"
     floor: float = 0.0
+    image_share: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,9 +56,13 @@ class Operator:
             raise DiffRateError("choice cost merges after pruning: it does not go with operation merge-prune")
         if not isinstance(self.proportional, bool):
             raise DiffRateError(f"proportional must be true or false, not {shown(self.proportional)}")
-        number = isinstance(self.floor, int | float) and not isinstance(self.floor, bool)
-        if not number or not 0 <= self.floor <= 1000:
-            raise DiffRateError(f"floor must be a number from 0 to 1000, not {shown(self.floor)}")
+        for field, most in (("floor", 1000), ("image_share", 1)):
+            value = getattr(self, field)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value <= most:
+                raise DiffRateError(f"{field} must be a number from 0 to {most}, not {shown(value)}")
+        if self.image_share and self.importance not in ("auto", "class-attention"):
+            raise DiffRateError(f"image_share goes with class attention, not with {self.importance}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {shown(self.seed)}")
 

@@ -15,6 +15,9 @@ def per_logit(bias: Tensor) -> Tensor:
     return bias[:, None, None] if bias.dim() == 2 else bias
 
 
+QUERIES = 15  # image tokens that speak for all of them
+
+
 def class_attention_row(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | None) -> Tensor:
     """(B, heads, N) attention of the class token (index 0), key bias included: one row, never the whole matrix."""
     logits = (q[:, :, :1] @ k.transpose(-2, -1)).squeeze(2).float() * scale
@@ -23,9 +26,22 @@ def class_attention_row(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | N
     return logits.softmax(dim=-1)
 
 
-def class_attention(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | None, prefix: int) -> Tensor:
-    """A_c: the class token's row, mean over heads."""
-    return class_attention_row(q, k, scale, key_bias).mean(dim=1)[:, prefix:]
+def class_attention(
+    q: Tensor, k: Tensor, scale: float, key_bias: Tensor | None, prefix: int, image_share: float = 0.0
+) -> Tensor:
+    """A_c: the class token's row, mean over heads; a share may come from the rows of a few image tokens."""
+    importance = class_attention_row(q, k, scale, key_bias).mean(dim=1)
+    if image_share:
+        chosen = image_queries(q.shape[2], prefix, q.device)
+        some = None if key_bias is None or key_bias.dim() == 2 else key_bias[:, :, chosen]
+        rows = attention_weights(q[:, :, chosen], k, scale, key_bias if some is None else some)
+        importance = (1 - image_share) * importance + image_share * rows.mean(dim=(1, 2))
+    return importance[:, prefix:]
+
+
+def image_queries(count: int, prefix: int, device: torch.device | None = None) -> Tensor:
+    """(QUERIES,) places of image tokens spread evenly over the sequence, from the first to the last of them."""
+    return prefix + torch.arange(QUERIES, device=device) * (count - prefix - 1) // (QUERIES - 1)
 
 
 def class_attention_value(

@@ -50,7 +50,7 @@ def plain(fast, images):
         return fast(images)
 
 
-SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost"}
+SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost", "image_share": 0.2}
 
 
 @pytest.mark.parametrize(

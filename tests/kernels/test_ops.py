@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diffrate import kernels, ranking
+from diffrate.backbones.base import Attention
 from diffrate.operator import Operator
 from diffrate.reduction import reduce_tokens
 from diffrate.tokens import Tokens
@@ -55,16 +56,18 @@ def test_class_row(b, heads, n, d, sizes):
         "far apart": 10 ** (4 * torch.rand(b, n, generator=torch.Generator().manual_seed(2))).to(DEVICE),
     }[sizes]
     row = slow_row(q, k, size, d**-0.5)
-    logits = torch.ops.diffrate.class_logits(q, k, size, d**-0.5)
-    torch.testing.assert_close(probabilities(logits), row, rtol=1e-4, atol=1e-6)
+    logits = torch.ops.diffrate.query_logits(q, k, size, d**-0.5, 1, 0)
+    torch.testing.assert_close(probabilities(logits)[:, :, 0], row, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_class_row_in_half_precision(dtype):
     q, k, _ = heads_of(1, 2, 50, 64, dtype)
     size = 1 + randn(1, 50, seed=1).abs()
-    logits = torch.ops.diffrate.class_logits(q, k, size, 0.125)
-    torch.testing.assert_close(probabilities(logits), slow_row(q, k, size, 0.125), rtol=1e-4, atol=1e-6)
+    logits = torch.ops.diffrate.query_logits(q, k, size, 0.125, 1, 0)
+    torch.testing.assert_close(
+        probabilities(logits)[:, :, 0], slow_row(q, k, size, 0.125), rtol=1e-4, atol=1e-6
+    )
 
 
 def slow_attention(q, k, v, size, scale):
@@ -88,7 +91,9 @@ def test_attention_and_its_first_row(b, heads, n, d, sizes):
     torch.testing.assert_close(
         mixed.double(), slow_attention(3 * q, k, v, size, d**-0.5), rtol=1e-4, atol=1e-5
     )
-    torch.testing.assert_close(probabilities(logits), slow_row(3 * q, k, size, d**-0.5), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        probabilities(logits)[:, :, 0], slow_row(3 * q, k, size, d**-0.5), rtol=1e-4, atol=1e-6
+    )
     assert mixed.transpose(1, 2).is_contiguous()  # as the output projection reads it
     without, nothing = torch.ops.diffrate.attend(3 * q, k, v, size, d**-0.5, False)
     assert torch.equal(without, mixed)
@@ -103,7 +108,9 @@ def test_attention_in_half_precision(dtype):
     tolerance = 2e-3 if dtype == torch.float16 else 1.6e-2
     wanted = slow_attention(q, k, v, size, 0.125)
     torch.testing.assert_close(mixed.double(), wanted, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(probabilities(logits), slow_row(q, k, size, 0.125), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        probabilities(logits)[:, :, 0], slow_row(q, k, size, 0.125), rtol=1e-4, atol=1e-6
+    )
 
 
 def slow_order(importance, prefix):
@@ -119,7 +126,7 @@ def test_ranks_are_a_stable_sort(prefix, kind):
         "ties": randn(3, 2, 41).round(),
         "all equal": torch.zeros(3, 2, 41, device=DEVICE),
     }[kind]
-    importance, order = ops.rank(logits, prefix)
+    importance, order = ops.rank(logits[:, :, None], prefix, 0.0)
     torch.testing.assert_close(importance.double(), probabilities(logits).mean(1), rtol=1e-5, atol=1e-7)
     for b in range(3):
         assert order[b].tolist() == slow_order(importance[b], prefix)
@@ -128,7 +135,7 @@ def test_ranks_are_a_stable_sort(prefix, kind):
 def test_ranks_of_an_overflowed_model_are_still_an_order():
     logits = randn(1, 2, 20)
     logits[0, 1, 3] = float("nan")
-    _, order = ops.rank(logits, 1)
+    _, order = ops.rank(logits[:, :, None], 1, 0.0)
     assert sorted(order[0].tolist()) == list(range(20))
 
 
@@ -143,7 +150,7 @@ def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance
     norm = torch.nn.LayerNorm(x.shape[-1], eps=1e-6, device=DEVICE, dtype=x.dtype)
     torch.nn.init.normal_(norm.weight, generator=torch.Generator(DEVICE).manual_seed(8))
     torch.nn.init.normal_(norm.bias, generator=torch.Generator(DEVICE).manual_seed(9))
-    ranked = kernels.rank(logits, prefix)
+    ranked = kernels.rank(logits[:, :, None], prefix, operator)
     with torch.no_grad():
         ours, normed = kernels.reduce_tokens(Tokens(x, prefix, size), ranked, prune, merge, operator, norm)
         torch.testing.assert_close(normed, norm(ours.x), rtol=tolerance, atol=3 * tolerance)
@@ -259,35 +266,41 @@ def test_sizes_far_apart_and_importance_zero():
 
 
 def test_no_images():
-    ranked = kernels.rank(randn(0, 2, 9), 1)
+    ranked = kernels.rank(randn(0, 2, 1, 9), 1, PUBLISHED)
     empty, normed = kernels.reduce_tokens(Tokens(randn(0, 9, 32), 1), ranked, 8, 6, PUBLISHED)
     assert empty.x.shape == (0, 6, 32)
     assert normed is None
     assert torch.ops.diffrate.attend(*heads_of(0, 2, 9, 32), None, 1.0, True)[0].shape == (0, 2, 9, 32)
-    assert torch.ops.diffrate.class_logits(*heads_of(0, 2, 9, 32)[:2], None, 1.0).shape == (0, 2, 9)
+    assert torch.ops.diffrate.query_logits(*heads_of(0, 2, 9, 32)[:2], None, 1.0, 1, 0).shape == (0, 2, 1, 9)
 
 
-def test_the_order_of_importance_is_the_twins():
-    q, k, _ = heads_of(2, 3, 33, 64)
-    size = 1 + randn(2, 33, seed=1).abs()
-    importance, order = ops.rank(torch.ops.diffrate.class_logits(q, k, size, 0.125), 1)
-    twin = ranking.class_attention(q, k, 0.125, size.log(), 1)
-    torch.testing.assert_close(importance[:, 1:], twin, rtol=1e-4, atol=1e-6)
-    assert torch.equal(order[:, 1:].long() - 1, twin.argsort(dim=-1, descending=True, stable=True))
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(("n", "prefix"), [(33, 1), (9, 5), (130, 2)])
+def test_the_order_of_importance_is_the_twins(share, n, prefix):
+    q, k, v = heads_of(2, 3, n, 64)
+    size = 1 + randn(2, n, seed=1).abs()
+    operator = Operator(importance="class-attention", image_share=share)
+    attention = Attention(q, k, v, 0.125, 0.0)
+    _, logits = kernels.attend_and_score(attention, size, size.log(), prefix, operator)
+    ranked = kernels.rank(logits, prefix, operator)
+    twin = ranking.class_attention(q, k, 0.125, size.log(), prefix, share)
+    torch.testing.assert_close(ranked.importance[:, prefix:], twin, rtol=1e-4, atol=1e-6)
+    order = twin.argsort(dim=-1, descending=True, stable=True)
+    assert torch.equal(ranked.order[:, prefix:].long() - prefix, order)
 
 
 def tokens_and_ranks():
-    return randn(2, 9, 32), *ops.rank(randn(2, 2, 9), 1)
+    return randn(2, 9, 32), *ops.rank(randn(2, 2, 1, 9), 1, 0.0)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        lambda: ("class_logits", (*heads_of(2, 2, 9, 32)[:2], 1 + randn(2, 9).abs(), 0.2)),
-        lambda: ("class_logits", (*heads_of(2, 2, 9, 32)[:2], None, 0.2)),
+        lambda: ("query_logits", (*heads_of(2, 2, 9, 32)[:2], 1 + randn(2, 9).abs(), 0.2, 1, 15)),
+        lambda: ("query_logits", (*heads_of(2, 2, 9, 32)[:2], None, 0.2, 1, 0)),
         lambda: ("attend", (*heads_of(2, 2, 9, 32), 1 + randn(2, 9).abs(), 0.2, True)),
         lambda: ("attend", (*heads_of(2, 2, 9, 32), None, 0.2, False)),
-        lambda: ("rank", (randn(2, 2, 9), 1)),
+        lambda: ("rank", (randn(2, 2, 16, 9), 1, 0.2)),
         lambda: ("reduce", (*tokens_and_ranks(), None, 1, 8, 6, "plain", False, 0.0, None, None, 0.0)),
         lambda: (
             "reduce",

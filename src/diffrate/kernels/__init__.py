@@ -28,6 +28,7 @@ from diffrate.errors import DiffRateError
 from diffrate.kernels import ops
 from diffrate.mixing import mix
 from diffrate.operator import Operator
+from diffrate.ranking import QUERIES
 from diffrate.steps import step
 from diffrate.tokens import Tokens
 
@@ -68,7 +69,12 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and tokens.count <= MOST_TOKENS
         and operator.importance == "class-attention"
         and operator.operation != "merge-prune"
-        and (operator.choice == "rank" or operator.operation == "merge")
+        # Of all pairs of tokens, products of fp32 are torch's: the kernel has no tensor cores for them.
+        and (
+            operator.choice == "rank"
+            or (operator.operation == "merge" and x.dtype != torch.float32)
+            or INTERPRETED
+        )
     )
 
 
@@ -84,24 +90,35 @@ class Ranked(NamedTuple):
         return self._replace(importance=self.importance[chosen], order=self.order[chosen])
 
 
-def attend(
-    attention: Attention, size: Tensor | None, key_bias: Tensor | None, rank: bool
-) -> tuple[Tensor, Tensor]:
-    """(B, heads, N, d) mixed values and, to rank by, (B, heads, N) logits of the class token in base 2.
+def attend(attention: Attention, size: Tensor | None, key_bias: Tensor | None) -> Tensor:
+    """(B, heads, N, d) values mixed by attention.
 
     size, key_bias  (B, N) how much each key counts, and its logarithm; None where all count once.
     """
-    assert attention.bias is None  # models with a bias of every pair have positions, and run plain
+    if _attends(attention):
+        mixed: Tensor = _ops().attend(*attention[:3], size, attention.scale, False)[0]
+        return mixed
+    return mix(attention, key_bias)
+
+
+def attend_and_score(
+    attention: Attention, size: Tensor | None, key_bias: Tensor | None, prefix: int, operator: Operator
+) -> tuple[Tensor, Tensor]:
+    """The same, and (B, heads, R, N) logits in base 2 of the R queries that rank: the class token's comes first."""
     q, k, v, scale = attention[:4]
     call = _ops()
-    if attention.dropout == 0 and few(q):
-        mixed, logits = call.attend(q, k, v, size, scale, rank)
+    if _attends(attention) and not operator.image_share:
+        mixed, logits = call.attend(q, k, v, size, scale, True)
         return mixed, logits
-    mixed = mix(attention, key_bias)
-    if not rank:
-        return mixed, mixed.new_empty(0)
+    mixed = attend(attention, size, key_bias)
     with step("ranking"):
-        return mixed, call.class_logits(q, k, size, scale)
+        return mixed, call.query_logits(q, k, size, scale, prefix, QUERIES if operator.image_share else 0)
+
+
+def _attends(attention: Attention) -> bool:
+    """Whether attention is ours."""
+    assert attention.bias is None  # models with a bias of every pair have positions, and run plain
+    return attention.dropout == 0 and few(attention.q)
 
 
 def few(q: Tensor) -> bool:
@@ -111,16 +128,16 @@ def few(q: Tensor) -> bool:
     return q.shape[0] * q.shape[1] <= FEW_HEADS
 
 
-def rank(logits: Tensor, prefix: int) -> Ranked:
-    """Importance and order of the tokens, from the class token's logits."""
+def rank(logits: Tensor, prefix: int, operator: Operator) -> Ranked:
+    """Importance and order of the tokens, from the logits of the queries that rank."""
     with step("ranking"):
         if not _beside(logits):
-            importance, order = _ops().rank(logits, prefix)
+            importance, order = _ops().rank(logits, prefix, operator.image_share)
             return Ranked(importance, order)
         main, side = torch.cuda.current_stream(logits.device), _side_stream(logits.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            importance, order = _ops().rank(logits, prefix)
+            importance, order = _ops().rank(logits, prefix, operator.image_share)
             return Ranked(importance, order, stream=side)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels as operators of torch, so that compile, export and CUDA graphs see one opaque step each.
 
-    diffrate::attend        attention and the class token's logits, for few images
-    diffrate::class_logits  the class token's logits alone: one row, where attention itself is torch's
+    diffrate::attend        attention, and the class token's logits, for few images
+    diffrate::query_logits  logits of the queries that rank: a few rows, where attention itself is torch's
     diffrate::rank          importance and order of the tokens, from those logits
     diffrate::reduce        match and assemble: tokens in, fewer tokens out, and the norm behind them
 
@@ -55,23 +55,26 @@ def _register(schema: str, function: Any, fake: Any) -> None:
 
 
 @_on_its_device
-def class_logits(q: Tensor, k: Tensor, size: Tensor | None, scale: float) -> Tensor:
-    """(B, heads, N) logits of the first query."""
+def query_logits(q: Tensor, k: Tensor, size: Tensor | None, scale: float, prefix: int, others: int) -> Tensor:
+    """(B, heads, 1 + others, N) logits of the class token and of image tokens spread evenly: ranking.image_queries."""
     q, k = _rows_dense(q), _rows_dense(k)
     b, heads, n, d = k.shape
-    logits = _class_logits_output(q, k, size, scale)
+    logits = _query_logits_output(q, k, size, scale, prefix, others)
     if b:
-        kernels().class_logits_kernel[(b * heads,)](
+        kernels().query_logits_kernel[(b * heads,)](
             q, k, _or(size, q), logits,
-            q.stride(0), q.stride(1), *k.stride()[:3],
-            scale * LOG2_E, heads, n, d,
-            HAS_SIZE=size is not None, BLOCK_N=64, BLOCK_D=_power_of_two(d), num_warps=4,
+            *q.stride()[:3], *k.stride()[:3],
+            scale * LOG2_E, heads, n, d, prefix,
+            HAS_SIZE=size is not None, OTHERS=others, BLOCK_N=64, BLOCK_D=_power_of_two(d), num_warps=4,
         )  # fmt: skip
     return logits
 
 
-def _class_logits_output(q: Tensor, k: Tensor, size: Tensor | None, scale: float) -> Tensor:
-    return k.new_empty(k.shape[:3], dtype=torch.float32)
+def _query_logits_output(
+    q: Tensor, k: Tensor, size: Tensor | None, scale: float, prefix: int, others: int
+) -> Tensor:
+    b, heads, n, _ = k.shape
+    return k.new_empty((b, heads, 1 + others, n), dtype=torch.float32)
 
 
 @_on_its_device
@@ -100,26 +103,28 @@ def _attend_outputs(
 ) -> tuple[Tensor, Tensor]:
     b, heads, n, d = k.shape
     return v.new_empty((b, n, heads, d)).transpose(1, 2), k.new_empty(
-        (b, heads, n if row else 0), dtype=torch.float32
+        (b, heads, 1, n if row else 0), dtype=torch.float32
     )
 
 
 @_on_its_device
-def rank(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
-    """(B, N) importance and (B, N) token indices in its order, prefix first."""
-    b, heads, n = logits.shape
-    importance, order = _rank_outputs(logits, prefix)
+def rank(logits: Tensor, prefix: int, image_share: float) -> tuple[Tensor, Tensor]:
+    """(B, N) importance and (B, N) token indices in its order, prefix first, from (B, heads, R, N) logits."""
+    b, heads, queries, n = logits.shape
+    importance, order = _rank_outputs(logits, prefix, image_share)
     if b:
         width = _power_of_two(n)
+        share = image_share if queries > 1 else 0.0
         kernels().rank_kernel[(b,)](
-            logits, importance, order, heads, n, prefix,
-            BLOCK_H=min(16, _power_of_two(heads, least=2)), BLOCK_N=width, num_warps=max(4, width // 64),
+            logits, importance, order, heads * queries, n, prefix,
+            (1 - share) / heads, share / heads / max(queries - 1, 1), queries,
+            BLOCK_H=min(16, _power_of_two(heads * queries, least=2)), BLOCK_N=width, num_warps=max(4, width // 64),
         )  # fmt: skip
     return importance, order
 
 
-def _rank_outputs(logits: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
-    b, _, n = logits.shape
+def _rank_outputs(logits: Tensor, prefix: int, image_share: float) -> tuple[Tensor, Tensor]:
+    b, n = logits.shape[0], logits.shape[-1]
     return logits.new_empty((b, n)), logits.new_empty((b, n), dtype=torch.int32)
 
 
@@ -262,16 +267,16 @@ def _power_of_two(n: int, least: int = 16) -> int:
 
 
 _register(
-    "class_logits(Tensor q, Tensor k, Tensor? size, float scale) -> Tensor",
-    class_logits,
-    _class_logits_output,
+    "query_logits(Tensor q, Tensor k, Tensor? size, float scale, int prefix, int others) -> Tensor",
+    query_logits,
+    _query_logits_output,
 )
 _register(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? size, float scale, bool row) -> (Tensor, Tensor)",
     attend,
     _attend_outputs,
 )
-_register("rank(Tensor logits, int prefix) -> (Tensor, Tensor)", rank, _rank_outputs)
+_register("rank(Tensor logits, int prefix, float image_share) -> (Tensor, Tensor)", rank, _rank_outputs)
 _register(
     "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep,"
     " str mean, bool by_cost, float floor, Tensor? weight, Tensor? bias, float eps)"

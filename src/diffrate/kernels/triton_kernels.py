@@ -54,46 +54,67 @@ def attend_kernel(
     tl.store(out, mixed.to(OUT.dtype.element_ty), mask=inside_m)
 
 
-@triton.jit(do_not_specialize=["H", "N"])
-def class_logits_kernel(
+@triton.jit(do_not_specialize=["H", "N", "prefix"])
+def query_logits_kernel(
     Q, K, SIZE, LOGITS,
-    q_b, q_h, k_b, k_h, k_n,
-    scale, H, N, D,
-    HAS_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_b, q_h, q_n, k_b, k_h, k_n,
+    scale, H, N, D, prefix,
+    HAS_SIZE: tl.constexpr, OTHERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The class token's logits of one head, in base 2."""
+    """The logits of one head, in base 2: the class token's, then those of OTHERS (0 or 15) image tokens."""
     head = tl.program_id(0)
     b = (head // H).to(tl.int64)
     h = head % H
     d = tl.arange(0, BLOCK_D)
-    q = tl.load(Q + b * q_b + h * q_h + d, mask=d < D, other=0.0).to(tl.float32)
+    q = Q + b * q_b + h * q_h
+    if OTHERS:
+        r = tl.arange(0, OTHERS + 1)
+        token = tl.where(r == 0, 0, prefix + (r - 1) * (N - prefix - 1) // (OTHERS - 1))
+        rows = tl.load(q + token[:, None] * q_n + d[None, :], mask=d[None, :] < D, other=0.0)
+    else:
+        row = tl.load(q + d, mask=d < D, other=0.0).to(tl.float32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        inside = (n[:, None] < N) & (d[None, :] < D)
-        k = tl.load(K + b * k_b + h * k_h + n[:, None] * k_n + d[None, :], mask=inside, other=0.0)
-        logits = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
+        k = K + b * k_b + h * k_h
         if HAS_SIZE:
-            logits = logits + tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))
-        tl.store(LOGITS + head.to(tl.int64) * N + n, logits, mask=n < N)
+            bias = tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))
+        else:
+            bias = tl.zeros([BLOCK_N], tl.float32)
+        if OTHERS:
+            inside = (n[None, :] < N) & (d[:, None] < D)
+            keys = tl.load(k + n[None, :] * k_n + d[:, None], mask=inside, other=0.0)
+            logits = tl.dot(rows, keys, input_precision="ieee") * scale + bias[None, :]
+            where = (head.to(tl.int64) * (OTHERS + 1) + r[:, None]) * N + n[None, :]
+            tl.store(LOGITS + where, logits, mask=(r[:, None] >= 0) & (n[None, :] < N))
+        else:
+            inside = (n[:, None] < N) & (d[None, :] < D)
+            keys = tl.load(k + n[:, None] * k_n + d[None, :], mask=inside, other=0.0)
+            logits = tl.sum(keys.to(tl.float32) * row[None, :], 1) * scale + bias
+            tl.store(LOGITS + head.to(tl.int64) * N + n, logits, mask=n < N)
 
 
-@triton.jit(do_not_specialize=["H", "N", "prefix"])
+@triton.jit(do_not_specialize=["ROWS", "N", "prefix", "QUERIES"])
 def rank_kernel(
-    LOGITS, IMPORTANCE, ORDER, H, N, prefix, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
+    LOGITS, IMPORTANCE, ORDER, ROWS, N, prefix, first_weight, other_weight, QUERIES,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Importance of every token of one image (softmax of each head's row, mean over heads), and the order it gives."""
+    """Importance of every token of one image (softmax of each row, weighted sum over rows), and the order it gives.
+
+    ROWS are heads x QUERIES, of which the first is the class token's.
+    """
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
-    for first in range(0, H, BLOCK_H):
+    for first in range(0, ROWS, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
-        inside = (h[:, None] < H) & (n[None, :] < N)
-        logits = tl.load(LOGITS + (b * H + h[:, None]) * N + n[None, :], mask=inside, other=float("-inf"))
-        highest = tl.where(h < H, tl.max(logits, 1), 0.0)
+        inside = (h[:, None] < ROWS) & (n[None, :] < N)
+        logits = tl.load(LOGITS + (b * ROWS + h[:, None]) * N + n[None, :], mask=inside, other=float("-inf"))
+        highest = tl.where(h < ROWS, tl.max(logits, 1), 0.0)
         weight = tl.exp2(logits - highest[:, None])
-        share = weight / tl.where(h < H, tl.sum(weight, 1), 1.0)[:, None]
-        total += tl.sum(share, 0)
-    importance = total / H
+        each = tl.where(h % QUERIES == 0, first_weight, other_weight)
+        each = each / tl.where(h < ROWS, tl.sum(weight, 1), 1.0)
+        total += tl.sum(weight * each[:, None], 0)
+    importance = total
     # A model whose features overflowed gives NaN, which is neither ahead of nor behind anything.
     importance = tl.where(importance == importance, importance, 0.0)
     tl.store(IMPORTANCE + b * N + n, importance, mask=n < N)

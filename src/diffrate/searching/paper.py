@@ -49,8 +49,8 @@ class PaperRecipe:
             raise DiffRateError(
                 "the paper's recipe masks tokens by rank: use prune-merge, prune or merge, with choice rank"
             )
-        if operator.importance not in ("class-attention", "image-attention"):
-            raise DiffRateError("the paper's recipe ranks by class attention or image attention")
+        if operator.importance not in ("class-attention", "image-attention") or operator.image_share:
+            raise DiffRateError("the paper's recipe ranks by class attention or by image attention alone")
         layout = backbone_of(model).layout
         if layout.mean_pooled and not layout.plain_mean:
             raise DiffRateError(
