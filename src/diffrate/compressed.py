@@ -37,6 +37,8 @@ def compress(
     proportional: bool | None = None,
     mean: str | None = None,
     choice: str | None = None,
+    floor: float | None = None,
+    image_share: float | None = None,
     seed: int | None = None,
 ) -> CompressedModel:
     """A drop-in faster model: same call, same outputs, weights shared with `model`, which is left as it is.
@@ -56,6 +58,8 @@ def compress(
         proportional=proportional,
         mean=mean,
         choice=choice,
+        floor=floor,
+        image_share=image_share,
         seed=seed,
     )
     if backbone.library == "transformers":
@@ -381,7 +385,7 @@ def checked_operator(operator: Operator, layout: Layout) -> Operator:
     if operator.importance == "auto":
         if layout.class_token:
             return operator.changed(importance="class-attention")
-        return operator.changed(importance="image-attention", image_share=0.0)  # which is all of it
+        return operator.changed(importance="image-attention")
     if operator.importance.startswith("class-") and not layout.class_token:
         raise ScheduleError(
             f"importance {operator.importance!r} needs a class token, which this model does not have; "

@@ -9,6 +9,7 @@ from typing import Any
 from diffrate.errors import DiffRateError, shown
 
 IMPORTANCES = ("auto", "class-attention", "image-attention", "class-attention-value", "random")
+SHARED = ("auto", "class-attention")  # of which image tokens may have a share
 OPERATIONS = ("prune-merge", "merge-prune", "prune", "merge")
 MEANS = ("plain", "size", "attention")
 CHOICES = ("rank", "cost")
@@ -61,14 +62,17 @@ class Operator:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 <= value <= most:
                 raise DiffRateError(f"{field} must be a number from 0 to {most}, not {shown(value)}")
-        if self.image_share and self.importance not in ("auto", "class-attention"):
+        if self.image_share and self.importance not in SHARED:
             raise DiffRateError(f"image_share goes with class attention, not with {self.importance}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {shown(self.seed)}")
 
     def changed(self, **changes: Any) -> Operator:
-        """A copy with every change that is not None."""
-        return dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
+        """A copy with every change that is not None; another importance than class attention leaves no image share."""
+        changes = {k: v for k, v in changes.items() if v is not None}
+        if changes.get("importance", "auto") not in SHARED:
+            changes.setdefault("image_share", 0.0)
+        return dataclasses.replace(self, **changes)
 
     @classmethod
     def from_dict(cls, values: Any) -> Operator:

@@ -51,6 +51,8 @@ def eval_command(
     proportional: o.Proportional = None,
     merge_mean: o.MergeMean = None,
     choice: o.Choice = None,
+    floor: o.Floor = None,
+    image_share: o.ImageShare = None,
     seed: o.Seed = None,
     device: o.Device = None,
     amp: o.Amp = False,
@@ -66,9 +68,8 @@ def eval_command(
     check_target(json)
     if compare and schedule is None:
         raise DiffRateError("--compare compares with the uncompressed model, so it needs a --schedule")
-    if schedule is None and any(
-        value is not None for value in (importance, operation, proportional, merge_mean, choice, seed)
-    ):
+    removal = (importance, operation, proportional, merge_mean, choice, floor, image_share, seed)
+    if schedule is None and any(value is not None for value in removal):
         raise DiffRateError("how tokens are removed matters only with a --schedule")
     where = resolve_device(device)
     size = None if img_size is None else o.read_size(img_size)
@@ -82,6 +83,8 @@ def eval_command(
         proportional=proportional,
         mean=merge_mean,
         choice=choice,
+        floor=floor,
+        image_share=image_share,
         seed=seed,
     )
     images: dict[str, Any] = {"img_size": size, "crop_pct": crop_pct, "mean": mean, "std": std}

@@ -151,6 +151,20 @@ MergeMean = Annotated[
 Choice = Annotated[
     str | None, typer.Option(help=f"Which tokens are merged: {', '.join(CHOICES)}.", rich_help_panel=SCHEDULE)
 ]
+Floor = Annotated[
+    float | None,
+    typer.Option(
+        help="With choice cost: what every token is worth at least, of the mean importance.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
+ImageShare = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of the importance that image tokens have a say in; the paper's is 0.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Seed of the random importance.", rich_help_panel=SCHEDULE)]
 
 Device = Annotated[

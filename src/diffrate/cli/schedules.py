@@ -88,6 +88,8 @@ def compress(
     proportional: o.Proportional = None,
     merge_mean: o.MergeMean = None,
     choice: o.Choice = None,
+    floor: o.Floor = None,
+    image_share: o.ImageShare = None,
     seed: o.Seed = None,
     json: o.JsonFile = None,
 ) -> None:
@@ -118,6 +120,8 @@ def compress(
         proportional=proportional,
         mean=merge_mean,
         choice=choice,
+        floor=floor,
+        image_share=image_share,
         seed=seed,
     )
     checked = dataclasses.replace(
