@@ -3,11 +3,13 @@
 Rows: the whole model, EViT and a schedule for MACs alone on Gemmini's default design; a co-search of rates and design
 (DiffRate-M) whose targets are the paper's ratios, 37.6 of 68.1 ms and 90 of 156 mW; and one that may not have a larger
 array than the default design. Without --search the schedule for MACs alone is the published one, and the co-searches
-move it; with it all are learned. About a minute without images; with them half an hour on two CPU cores.
+move it; with it all are learned, or start from --schedule. About a minute without images; with them a quarter of an
+hour on two CPU cores.
 
     python reproduce/hardware_table.py --json results/hardware_deit_small.json
-    python reproduce/hardware_table.py --model vit_tiny_patch16_224 --gmacs 0.81 --published 0.8 --checkpoint \\
-        imagenet/vit_tiny_patch16_224.safetensors --data-dir imagenet --search --json results/hardware_vit_tiny_cpu.json
+    python reproduce/hardware_table.py --model vit_tiny_patch16_224 --gmacs 0.81 \\
+        --schedule runs/cpu_0.81/schedule.json --checkpoint imagenet/vit_tiny_patch16_224.safetensors \\
+        --data-dir imagenet --search --rounds 1 --steps 15 --json results/hardware_vit_tiny_cpu.json
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--model", default="deit_small_patch16_224")
     parser.add_argument("--gmacs", type=float, default=2.9)
     parser.add_argument("--published", type=float, help="GMACs of the published schedule, if not --gmacs")
+    parser.add_argument("--schedule", help="the schedule for MACs alone, if it is known")
     parser.add_argument("--checkpoint")
     parser.add_argument("--data-dir", help="folder with search/ and val/ images")
     parser.add_argument("--search", action="store_true", help="learn the rates on the search/ images")
@@ -64,8 +67,11 @@ def main() -> None:
     model = load_model(arguments.model, arguments.checkpoint).eval()
     default = Costs([MacCost.of(model), GemminiCost(Workload.of(model), Design())])
     whole = default.price_of(None)
-    start, remark = published.for_model(model, arguments.model, arguments.published or arguments.gmacs)
-    print(remark or "")
+    if arguments.schedule:
+        start = diffrate.Schedule.load(arguments.schedule)
+    else:
+        start, remark = published.for_model(model, arguments.model, arguments.published or arguments.gmacs)
+        print(remark or "")
     data: Any = None
     options: dict[str, Any] = {}
     if arguments.search:
@@ -74,7 +80,8 @@ def main() -> None:
             "accelerator": accelerator, "steps": arguments.steps, "batch_size": arguments.batch_size,
             "workers": arguments.workers, "progress": False,
         }  # fmt: skip
-        start = diffrate.search(model, data, arguments.gmacs, **options).schedule
+        if not arguments.schedule:
+            start = diffrate.search(model, data, arguments.gmacs, **options).schedule
     ms, mw = 37.6 / 68.1 * whole["latency_ms"], 90 / 156 * whole["power_at_rate_mw"]
     joint = {
         name: diffrate.cosearch(
