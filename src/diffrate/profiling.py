@@ -66,6 +66,7 @@ def profile(
     images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=where, dtype=weight.dtype)
     clock = Clock(where, repeats, mode)
     with evaluating(model), torch.inference_mode():
+        settle([lambda: model(images)], where)
         products = [backbone.block_macs(i) for i in range(layout.depth)]
         distinct = list(dict.fromkeys(products))
         kinds = []
@@ -145,6 +146,14 @@ class Clock:
         return ms
 
 
+def settle(runs: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Work for a second where the clock depends on it: on a GPU."""
+    until = now(device) + (SETTLE_SECONDS if device.type == "cuda" else 0.0)
+    while now(device) < until:
+        for run in runs:
+            run()
+
+
 def time_models(
     models: Sequence[nn.Module], images: Tensor, repeats: int = 15, mode: str = "eager"
 ) -> list[float]:
@@ -155,10 +164,7 @@ def time_models(
         runs = [functools.partial(model, images) for model in models]
         ready = [clock.prepared(run) for run in runs]
         ms: list[list[float]] = [[] for _ in models]
-        settled = now(images.device) + (SETTLE_SECONDS if images.device.type == "cuda" else 0.0)
-        while now(images.device) < settled:
-            for run in ready:
-                run()
+        settle(ready, images.device)
         for _ in range(repeats):
             for i, run in enumerate(ready):
                 ms[i] += clock.times(run, 1)

@@ -94,7 +94,7 @@ def test_tables_of_something_else_are_refused(layout, asked, sentence):
     matching(layout).check(layout, None, "a machine")
     with pytest.raises(DiffRateError, match=sentence):
         matching(layout).check(layout, **same | asked)
-    with pytest.raises(DiffRateError, match="6 blocks"):
+    with pytest.raises(DiffRateError, match="6 blocks, 32 wide, 65 tokens, 1 prefix tokens, not 5 blocks"):
         matching(layout, depth=6).check(layout, **same)
 
 

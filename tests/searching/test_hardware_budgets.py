@@ -231,6 +231,27 @@ def test_only_designs_that_can_be_built_are_drawn(workload, estimator):
     assert search.design.is_buildable
 
 
+def test_no_array_is_larger_than_allowed(workload):
+    """8x8 at most: nothing else is drawn, nor found in the sweep, though a larger array would meet the target."""
+    budget = Budget({"latency_ms": 0.4, "power_at_rate_mw": 60.0})
+    free, bound = HardwareSearch(workload, budget), HardwareSearch(workload, budget, largest_array=8)
+    free.run(KEPT, 10)
+    assert free.design.rows > 8
+    for entry in bound.run(KEPT, 10):
+        assert entry["design"][0] * entry["design"][2] == entry["design"][1] * entry["design"][3] <= 8
+    assert bound.design.rows <= 8
+    assert bound.design.is_buildable
+    assert (
+        HardwareSearch(workload, budget, largest_array=4).sweep(KEPT).rows == 4
+    )  # without the default design
+    with pytest.raises(diffrate.DiffRateError, match="the smallest is 4x4"):
+        HardwareSearch(workload, budget, largest_array=3)
+    fastest = float(workload.price(buildable_designs(), [65.0, 2.0, 2.0, 1.0])["latency_ms"].min())
+    tight = HardwareSearch(workload, Budget({"latency_ms": 1.2 * fastest}), largest_array=4)
+    with pytest.raises(diffrate.DiffRateError, match="any design with an array of at most 4x4: the least"):
+        tight.check([65.0, 2.0, 2.0, 1.0])
+
+
 def test_the_sweep_never_makes_a_design_worse(workload):
     search = HardwareSearch(workload, Budget({"latency_ms": 0.4, "power_at_rate_mw": 60.0}))
     search.step(KEPT, 1.0)
@@ -348,6 +369,15 @@ def test_cosearch_command_on_the_papers_table(tmp_path, diffrate_cli):
         assert abs(given[metric] / whole[metric] - given_ratio) < 0.1
     assert abs(joint["power_at_rate_mw"] / whole["power_at_rate_mw"] - 90 / 156) < 0.1
     assert re.search(r"32x32 array", done.out)
+    # On the array that the whole model has, the rates must give way, and both ratios are the paper's.
+    start = diffrate.Schedule.published("deit_small_patch16_224", 2.9)
+    model = timm.create_model("deit_small_patch16_224")
+    small = diffrate.cosearch(
+        model, None, "2.9G,37.6ms,79.3mW", schedule=start, rounds=1, hardware_steps=10, largest_array=16
+    )
+    assert small.design.rows == 16
+    assert 37.6 / 68.1 - 0.1 < small.cost["latency_ms"] / whole["latency_ms"] <= 37.6 / 68.1
+    assert 90 / 156 - 0.1 < small.cost["power_at_rate_mw"] / whole["power_at_rate_mw"] <= 90 / 156 + 1e-3
 
 
 def test_cosearch_mistakes(tmp_path, diffrate_cli):
@@ -361,4 +391,5 @@ def test_cosearch_mistakes(tmp_path, diffrate_cli):
     check_refused(diffrate_cli(*flags, "--budget", "80%"), "needs a target for latency")
     check_refused(diffrate_cli(*flags, "--budget", "2ms,3ms"), "takes one budget")
     check_refused(diffrate_cli(*flags, "--budget", "2ms", "--estimator", "magic"), "priced, paper")
+    check_refused(diffrate_cli(*flags, "--budget", "2ms", "--largest-array", 2), "the smallest is 4x4")
     assert not (tmp_path / "co").exists()

@@ -109,24 +109,20 @@ class LatencyTable:
         theirs = (layout.depth, layout.dim, layout.tokens, layout.prefix)
         named = self.model is not None and model is not None
         if named and str(self.model).split(".")[0] != str(model).split(".")[0]:
-            self._refuse("model", self.model, model)
+            _refuse("model", shown(self.model), shown(model))
         if mine != theirs:
-            in_words = [", ".join(f"{v} {w}" for v, w in zip(s, shapes, strict=True)) for s in (mine, theirs)]
-            self._refuse("model", *in_words)
+            words = [
+                ", ".join(f"{shown(v)} {w}" for v, w in zip(s, shapes, strict=True)) for s in (mine, theirs)
+            ]
+            _refuse("model", *words)
         if self.device != device:
-            self._refuse("device", self.device, device)
+            _refuse("device", shown(self.device), shown(device))
         if batch_size is not None and self.batch_size != batch_size:
-            self._refuse("batch size", self.batch_size, batch_size)
+            _refuse("batch size", shown(self.batch_size), shown(batch_size))
         if dtype is not None and self.dtype != dtype:
-            self._refuse("number type", self.dtype, dtype)
+            _refuse("number type", shown(self.dtype), shown(dtype))
         if mode is not None and self.mode != mode:
-            self._refuse("mode", self.mode, mode)
-
-    def _refuse(self, what: str, mine: object, theirs: object) -> None:
-        raise DiffRateError(
-            f"the latency table was measured for another {what}: {shown(mine)}, not {shown(theirs)}; "
-            "profile again, or say that it may be used anyway"
-        )
+            _refuse("mode", shown(self.mode), shown(mode))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -155,6 +151,13 @@ class LatencyTable:
         except (TypeError, KeyError, AttributeError, ValueError, IndexError, RuntimeError) as error:
             raise DiffRateError(f"{path} is not a whole latency table: {error}") from error
         return table
+
+
+def _refuse(what: str, mine: str, theirs: str) -> None:
+    raise DiffRateError(
+        f"the latency table was measured for another {what}: {mine}, not {theirs}; "
+        "profile again, or say that it may be used anyway"
+    )
 
 
 def _series(part: Any) -> Any:
