@@ -16,7 +16,7 @@ from diffrate.costs import Costs, Design, GemminiCost, LatencyTable, MacCost, Ta
 from diffrate.costs.gemmini import buildable_designs
 from diffrate.costs.table import BlockTimes, Fit, Series
 from diffrate.searching import fast
-from diffrate.searching.budget import Budget, Space, rounded
+from diffrate.searching.budget import Budget, Space, check_budget, rounded
 from diffrate.searching.hardware import HardwareSearch
 from diffrate.searching.places import first_counts, places
 
@@ -100,6 +100,16 @@ def test_places_can_meet_the_budget_and_tie_what_lies_between(model):
     assert all(c.ties[-1] == (5,) for c in candidates)
     dear = replace(space, cost=Costs([MacCost.of_backbone(backbone), TableCost(table(2.5))]))
     assert all(5 in c.ties[-1] and len(c.ties[-1]) > 1 for c in places(dear, Budget({"latency_ms": 14.0})))
+
+
+def test_the_least_is_the_whole_model_where_removing_takes_longer(model):
+    """Six blocks of 1 + 2 ms, and 20 ms for a removal."""
+    backbone = backbone_of(model)
+    space = Space.of(backbone, Costs([MacCost.of_backbone(backbone), TableCost(table(20.0))]))
+    with pytest.raises(diffrate.DiffRateError, match=r"1 ms cannot be met: .* 18 whole and 18 at the least"):
+        check_budget(Budget({"latency_ms": 1.0}), space)
+    with pytest.raises(diffrate.DiffRateError, match="19ms asks for nothing: the whole model costs 18ms"):
+        check_budget(Budget({"latency_ms": 19.0}), space)
 
 
 def test_a_mix_of_targets_on_gemmini(model, data):
