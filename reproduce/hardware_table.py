@@ -1,13 +1,15 @@
 """The paper's table "Results under multiple complexity constraints": MACs, latency, power and, with weights, accuracy.
 
-Rows: the whole model, EViT-like pruning and a schedule for MACs alone on Gemmini's default design, and a co-search of
-rates and design (DiffRate-M) whose targets are the paper's ratios, 37.6 of 68.1 ms and 90 of 156 mW. Without
---search the schedule for MACs alone is the published one, and the co-search moves it; with it both are learned. About
-a minute without images; with them a few minutes on one H200.
+Rows: the whole model, EViT and a schedule for MACs alone on Gemmini's default design; a co-search of rates and design
+(DiffRate-M) whose targets are the paper's ratios, 37.6 of 68.1 ms and 90 of 156 mW; and one that may not have a larger
+array than the default design. Without --search the schedule for MACs alone is the published one, and the co-searches
+move it; with it all are learned, or start from --schedule. About a minute without images; with them a quarter of an
+hour on two CPU cores.
 
     python reproduce/hardware_table.py --json results/hardware_deit_small.json
-    python reproduce/hardware_table.py --model vit_tiny_patch16_224 --gmacs 0.81 --published 0.8 --checkpoint \\
-        vit_tiny_patch16_224.safetensors --data-dir imagenet --search --json results/hardware_vit_tiny_h200.json
+    python reproduce/hardware_table.py --model vit_tiny_patch16_224 --gmacs 0.81 \\
+        --schedule runs/cpu_0.81/schedule.json --checkpoint imagenet/vit_tiny_patch16_224.safetensors \\
+        --data-dir imagenet --search --rounds 1 --steps 15 --json results/hardware_vit_tiny_cpu.json
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 import diffrate
 from diffrate import published
 from diffrate.costs import Costs, Design, GemminiCost, MacCost, Workload
 from diffrate.data import build_loader, search_datasets
-from diffrate.evaluate import evaluate
-from diffrate.methods.schedules import stepwise
+from diffrate.evaluate import compare_evaluations, evaluate_in_turn
+from diffrate.methods.evit import EViT
+from diffrate.methods.policy import PolicyModel
 from diffrate.models import load_model
 from diffrate.results import write_results
 
@@ -36,7 +40,9 @@ PAPER = {  # GMACs, ms, mW, top-1 of DeiT-S
     "EViT": (3.0, 40.4, 99, 79.50),
     "DiffRate": (2.9, 40.1, 98, 79.83),
     "DiffRate-M": (2.9, 37.6, 90, 79.80),
+    "DiffRate-M, 16x16 at most": (2.9, 37.6, 90, 79.80),
 }
+METRICS = ("latency_ms", "power_at_rate_mw")
 
 
 def main() -> None:
@@ -46,6 +52,7 @@ def main() -> None:
     parser.add_argument("--model", default="deit_small_patch16_224")
     parser.add_argument("--gmacs", type=float, default=2.9)
     parser.add_argument("--published", type=float, help="GMACs of the published schedule, if not --gmacs")
+    parser.add_argument("--schedule", help="the schedule for MACs alone, if it is known")
     parser.add_argument("--checkpoint")
     parser.add_argument("--data-dir", help="folder with search/ and val/ images")
     parser.add_argument("--search", action="store_true", help="learn the rates on the search/ images")
@@ -60,8 +67,11 @@ def main() -> None:
     model = load_model(arguments.model, arguments.checkpoint).eval()
     default = Costs([MacCost.of(model), GemminiCost(Workload.of(model), Design())])
     whole = default.price_of(None)
-    start, remark = published.for_model(model, arguments.model, arguments.published or arguments.gmacs)
-    print(remark or "")
+    if arguments.schedule:
+        start = diffrate.Schedule.load(arguments.schedule)
+    else:
+        start, remark = published.for_model(model, arguments.model, arguments.published or arguments.gmacs)
+        print(remark or "")
     data: Any = None
     options: dict[str, Any] = {}
     if arguments.search:
@@ -70,47 +80,67 @@ def main() -> None:
             "accelerator": accelerator, "steps": arguments.steps, "batch_size": arguments.batch_size,
             "workers": arguments.workers, "progress": False,
         }  # fmt: skip
-        start = diffrate.search(model, data, arguments.gmacs, **options).schedule
+        if not arguments.schedule:
+            start = diffrate.search(model, data, arguments.gmacs, **options).schedule
     ms, mw = 37.6 / 68.1 * whole["latency_ms"], 90 / 156 * whole["power_at_rate_mw"]
-    joint = diffrate.cosearch(
-        model, data, f"{arguments.gmacs}G,{ms:.4f}ms,{mw:.4f}mW", schedule=start, rounds=arguments.rounds,
-        output=arguments.output, say=print, **options,
-    )  # fmt: skip
-    evit = stepwise(model, 3.0 / 2.9 * arguments.gmacs, diffrate.Operator(operation="prune"))
-    schedules = {"whole": None, "EViT": evit, "DiffRate": start, "DiffRate-M": joint.schedule}
+    joint = {
+        name: diffrate.cosearch(
+            model, data, f"{arguments.gmacs}G,{ms:.4f}ms,{mw:.4f}mW", schedule=start, rounds=arguments.rounds,
+            largest_array=largest, output=arguments.output and f"{arguments.output}/{largest or 'any'}", say=print,
+            **options,
+        )
+        for name, largest in (("DiffRate-M", None), ("DiffRate-M, 16x16 at most", Design().rows))
+    }  # fmt: skip
+    evit = PolicyModel(model, EViT.at(model, 3.0 / 2.9 * arguments.gmacs))
+    models: dict[str, nn.Module] = {"whole": model, "EViT": evit, "DiffRate": diffrate.compress(model, start)}
+    models |= {name: diffrate.compress(model, found.schedule) for name, found in joint.items()}
     rows: dict[str, dict[str, Any]] = {}
-    for name, schedule in schedules.items():
-        cost = joint.cost if name == "DiffRate-M" else default.price_of(schedule)
+    for name, each in models.items():
+        kept = list(each.kept) if isinstance(each, diffrate.CompressedModel) else None
+        cost = default.price_of(None) if kept is None else default.price_of_kept(kept)
+        if name in joint:
+            cost = joint[name].cost
         rows[name] = {
             **cost,
-            "ratios": [cost[m] / whole[m] for m in ("latency_ms", "power_at_rate_mw")],
+            "ratios": [cost[m] / whole[m] for m in METRICS],
             "paper_ratios": [PAPER[name][1] / 68.1, PAPER[name][2] / 156],
-            "kept": None if schedule is None else list(schedule.effective.merge),
+            "design": asdict(joint[name].design if name in joint else Design()),
+            "kept": kept,
         }
-        if arguments.checkpoint and arguments.data_dir:
-            rows[name].update(accuracy(model, schedule, arguments, accelerator))
-        print(name, rows[name], flush=True)
-    print(joint.design)
-    results = {"model": arguments.model, "rows": rows, "design": asdict(joint.design), "targets": [ms, mw]}
+    if arguments.checkpoint and arguments.data_dir:
+        for name, found in accuracies(models, arguments, accelerator).items():
+            rows[name].update(found)
+    for name, row in rows.items():
+        print(name, row, flush=True)
+    by_macs, by_both = rows["DiffRate"], rows["DiffRate-M"]
+    against_macs = {m: by_both[m] / by_macs[m] - 1 for m in ("gmacs", *METRICS)}
+    print("joint search against MACs alone:", {m: f"{change:+.1%}" for m, change in against_macs.items()})
+    results = {
+        "model": arguments.model,
+        "rows": rows,
+        "targets": [ms, mw],
+        "joint_against_macs": against_macs,
+    }
     write_results(arguments.json, shlex.join(["python", *sys.argv]), results, accelerator.device)
 
 
-def accuracy(model: Any, schedule: Any, arguments: Any, accelerator: Accelerator) -> dict[str, float]:
+def accuracies(
+    models: dict[str, nn.Module], arguments: Any, accelerator: Accelerator
+) -> dict[str, dict[str, float]]:
     device = accelerator.device
-    model.to(device)
     images = build_loader(
-        model, arguments.data_dir, "", "val", 200, arguments.workers, crop_pct=1.0, device=device
+        models["whole"], arguments.data_dir, "", "val", 100, arguments.workers, crop_pct=1.0, device=device
     )
-    if schedule is None:
-        found = evaluate(model, images, device)
-        return {"top1": found.top1, "loss": found.loss}
-    found = evaluate(diffrate.compress(model, schedule), images, device, compare=model)
-    c = found.comparison
-    assert c is not None
-    return {
-        "top1": found.top1, "loss": found.loss, "top1_difference": c.top1_difference,
-        "loss_rise": c.loss_difference, "loss_standard_error": c.loss_standard_error,
-    }  # fmt: skip
+    found = evaluate_in_turn(models, images, device, warm_up=False, progress=False)
+    rows = {}
+    for name, each in found.items():
+        c = compare_evaluations(each, found["whole"])
+        rows[name] = {
+            "images": each.images, "top1": each.top1, "loss": each.loss, "top1_difference": c.top1_difference,
+            "top1_standard_error": c.top1_standard_error, "loss_rise": c.loss_difference,
+            "loss_standard_error": c.loss_standard_error,
+        }  # fmt: skip
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Searches within milliseconds: is the target met when the model is timed, and is it worth more than one in MACs?
 
-Part 1, no weights needed: profile a model, search half-way between the fastest schedule and the whole model on random
-images, time the result end to end. Part 2, with a checkpoint and images: a search in MACs, and one in milliseconds for
-the time that its schedule was measured to take; accuracy and time of both. A few minutes on one H200:
+Part 1, without weights or images: profile a model, search half-way between the fastest schedule and the whole model on
+random images, time the result end to end. Part 2, with a checkpoint and images: a search in MACs, and one in
+milliseconds for the time that its schedule was measured to take; accuracy and time of both. On a GPU everything is
+timed as CUDA graphs unless --mode says otherwise. Every row is written as soon as it is known.
 
     python reproduce/milliseconds.py --models deit_small_patch16_224,deit_base_patch16_224 --batch-sizes 64,1024 \\
         --json results/milliseconds_h200.json
@@ -30,11 +31,12 @@ from diffrate.costs import Costs, LatencyTable, MacCost, TableCost
 from diffrate.data import build_loader, search_datasets
 from diffrate.evaluate import evaluate
 from diffrate.models import load_model
-from diffrate.profiling import profile, time_models
+from diffrate.profiling import MODES, profile, time_models
 from diffrate.results import write_results
 from diffrate.searching.budget import Space
 
-QUICK = {"steps": 12, "batch_size": 16, "checks": 4, "patience": 4, "progress": False}
+RANDOM_IMAGES = 32
+QUICK = {"steps": 8, "batch_size": 8, "checks": 2, "patience": 4, "progress": False}
 
 
 def main() -> None:
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--models", default="deit_small_patch16_224,deit_base_patch16_224")
     parser.add_argument("--batch-sizes", default="64,1024")
     parser.add_argument("--dtype", default="float16" if torch.cuda.is_available() else "float32")
+    parser.add_argument("--mode", default="graph" if torch.cuda.is_available() else "eager", choices=MODES)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--checkpoint")
     parser.add_argument("--data-dir", help="folder with search/ and val/ images: part 2")
@@ -63,7 +66,9 @@ def main() -> None:
         timed = copy.deepcopy(model).to(dtype=getattr(torch, arguments.dtype))
         for batch_size in map(int, arguments.batch_sizes.split(",")):
             started = time.monotonic()
-            table = profile(timed, batch_size, device=device, repeats=arguments.repeats, name=name)
+            table = profile(
+                timed, batch_size, device=device, repeats=arguments.repeats, mode=arguments.mode, name=name
+            )
             print(f"{name}, batch {batch_size}: profiled in {time.monotonic() - started:.0f} s, {table.fit}")
             errors = [abs(c["predicted_ms"] / c["measured_ms"] - 1) for c in table.checks]
             print(
@@ -71,9 +76,15 @@ def main() -> None:
             )
             part = part_two if arguments.data_dir else part_one
             row = part(model, timed, table, accelerator, arguments)
-            rows.append({"model": name, "batch_size": batch_size, "table_errors": errors, **row})
-            command = shlex.join(["python", *sys.argv])
-            write_results(arguments.json, command, {"dtype": arguments.dtype, "rows": rows}, device)
+            seconds = time.monotonic() - started
+            rows.append(
+                {"model": name, "batch_size": batch_size, "table_errors": errors, "seconds": seconds, **row}
+            )
+            print(f"  {seconds:.0f} s in all", flush=True)
+            settings = {"dtype": arguments.dtype, "mode": arguments.mode}
+            write_results(
+                arguments.json, shlex.join(["python", *sys.argv]), {**settings, "rows": rows}, device
+            )
 
 
 def images_of(model: nn.Module, batch_size: int) -> Tensor:
@@ -81,9 +92,10 @@ def images_of(model: nn.Module, batch_size: int) -> Tensor:
     return torch.randn(batch_size, layout.in_chans, *layout.img_size).to(weight.device, weight.dtype)
 
 
-def timed_ms(model: nn.Module, batch_size: int, schedules: list[diffrate.Schedule | None]) -> list[float]:
+def timed_ms(model: nn.Module, table: LatencyTable, schedules: list[diffrate.Schedule | None]) -> list[float]:
+    """Whole models end to end, in the table's mode."""
     compressed = [diffrate.compress(model, schedule) for schedule in schedules]
-    return time_models(compressed, images_of(model, batch_size), repeats=30)
+    return time_models(compressed, images_of(model, table.batch_size), repeats=30, mode=table.mode)
 
 
 def range_ms(model: nn.Module, table: LatencyTable) -> tuple[float, float]:
@@ -102,17 +114,18 @@ def part_one(
         print(f"  nothing is faster than the whole model here: {least:.3f} and {whole:.3f} ms")
         return {"least_ms": least, "whole_ms": whole}
     target = round((least + whole) / 2, 3)
-    images = [images_of(model, 1)[0].float().cpu() for _ in range(64)]
+    images = [images_of(model, 1)[0].float().cpu() for _ in range(RANDOM_IMAGES)]
     found = diffrate.search(
         model, images, f"{target}ms", costs=[TableCost(table)], accelerator=accelerator, **QUICK
     )
-    measured, measured_whole = timed_ms(timed, table.batch_size, [found.schedule, None])
+    measured, measured_whole = timed_ms(timed, table, [found.schedule, None])
     print(
         f"  target {target} ms, measured {measured:.3f} ms ({measured / target - 1:+.1%}), whole {measured_whole:.3f}"
     )
     print(f"  kept {list(found.schedule.merge)}", flush=True)
     return {
-        "target_ms": target, "measured_ms": measured, "whole_ms": measured_whole, "least_ms": least,
+        "target_ms": target, "predicted_ms": found.schedule.cost["latency_ms"], "measured_ms": measured,
+        "error": measured / target - 1, "whole_ms": measured_whole, "least_ms": least,
         "kept": list(found.schedule.merge),
     }  # fmt: skip
 
@@ -125,10 +138,10 @@ def part_two(
     settings = {"accelerator": accelerator, "workers": arguments.workers, "steps": arguments.steps}
     settings |= {"batch_size": arguments.search_batch, "progress": False}
     by_macs = diffrate.search(model, data, arguments.gmacs, **settings).schedule
-    macs_ms, whole_ms = timed_ms(timed, table.batch_size, [by_macs, None])
+    macs_ms, whole_ms = timed_ms(timed, table, [by_macs, None])
     target = min(macs_ms, 0.99 * whole_ms)
     by_time = diffrate.search(model, data, f"{target:.4f}ms", costs=[TableCost(table)], **settings).schedule
-    ms = timed_ms(timed, table.batch_size, [by_macs, by_time, None])
+    ms = timed_ms(timed, table, [by_macs, by_time, None])
     loader = build_loader(
         model, arguments.data_dir, "", "val", 200, arguments.workers, crop_pct=1.0, device=accelerator.device
     )

@@ -1,11 +1,14 @@
 """`diffrate profile`: measure on this machine what a model's parts take, and how well their sum predicts the whole.
 
-Every part is timed as the compressed model runs it (`run_block`), on tokens that a real removal left behind. Then
-whole models under several schedules are timed in turn, and two scales and an offset are fitted to them.
+Every part is timed as the compressed model runs it (`run_block`), on tokens such as a removal leaves behind. Then
+whole models under several schedules are timed in turn, and two scales and an offset are fitted to them. Parts and
+whole models are timed in one mode: eager, or each recorded as a CUDA graph. Eager kernels of a small batch may take
+longer to launch than to run; launching overlaps with what ran before, so that times of parts do not add up.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,20 +17,23 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor, nn
 
-from diffrate.backbones import Backbone, backbone_of
-from diffrate.compressed import CompressedModel, checked_operator, compress, run_block
+from diffrate import graphs
+from diffrate.backbones import Backbone, Layout, backbone_of
+from diffrate.compressed import CompressedModel, checked_operator, compress, run_block, run_block_for_prefix
 from diffrate.costs.macs import MacCost
 from diffrate.costs.table import BlockTimes, Fit, LatencyTable, Series, TableCost
-from diffrate.devices import device_name
+from diffrate.devices import device_name, now
 from diffrate.errors import DiffRateError
 from diffrate.methods.schedules import constant_number, stepwise
 from diffrate.modes import evaluating
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching import fast
-from diffrate.tokens import Tokens, start
+from diffrate.tokens import Tokens
 
+MODES = ("eager", "graph")
 WARM_UP = 5
+SETTLE_SECONDS = 1.0  # of work before a GPU is timed, until its clock is that of sustained load
 REMOVED = 0.1  # share of the tokens that a timed removal takes
 SHARES = (0.9, 0.75, 0.6, 0.45)  # of the MACs, for the schedules that check the table
 
@@ -39,6 +45,7 @@ def profile(
     device: torch.device | str = "cpu",
     operator: Operator | None = None,
     repeats: int = 30,
+    mode: str = "eager",
     name: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> LatencyTable:
@@ -46,34 +53,39 @@ def profile(
 
     operator  how tokens will be removed: what the fast search uses, unless told otherwise.
     repeats   timed runs of each part, of which the median counts.
+    mode      "eager", or "graph": as CUDA graphs, for a model that will be served as one.
     """
     if repeats < 3 or batch_size < 1:
         raise DiffRateError("a profile needs a batch of at least 1 image and at least 3 repeats")
     model = model.original if isinstance(model, CompressedModel) else model
     where = torch.device(device)
+    check_mode(mode, where)
     backbone = backbone_of(model.to(where))
     layout, weight = backbone.layout, next(model.parameters())
     operator = checked_operator(operator or fast.OPERATOR, layout)
     images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=where, dtype=weight.dtype)
-    clock = Clock(where, repeats)
+    clock = Clock(where, repeats, mode)
     with evaluating(model), torch.inference_mode():
+        settle([lambda: model(images)], where)
         products = [backbone.block_macs(i) for i in range(layout.depth)]
         distinct = list(dict.fromkeys(products))
         kinds = []
         for kind in distinct:
             say(f"timing block {products.index(kind)} of {layout.depth} blocks, {len(distinct)} kind(s)")
             kinds.append(_block_times(backbone, products.index(kind), images, operator, clock))
-        tokens = start(backbone.embed(images), layout.prefix, track=False)
+        last = _last_block(backbone, images, operator, clock) if layout.compresses_last_block else None
+        tokens = backbone.start(images)
         around = clock.median(lambda: backbone.embed(images))[0]
         around += clock.median(lambda: backbone.head(tokens.with_features(backbone.norm(tokens.x))))[0]
         table = LatencyTable(
             name, layout.depth, layout.dim, layout.tokens, layout.prefix, device_name(where), dtype_name(weight.dtype),
-            batch_size, torch.__version__, asdict(operator), kinds, [distinct.index(p) for p in products],
-            around, Fit(), [],
+            batch_size, mode, torch.__version__, asdict(operator), kinds, [distinct.index(p) for p in products],
+            last, around, Fit(), [],
         )  # fmt: skip
         say("timing whole models under several schedules")
         schedules = check_schedules(model, operator)
-        measured = time_models([compress(model, s) for s in schedules], images, repeats=max(10, repeats // 2))
+        models = [compress(model, s) for s in schedules]
+        measured = time_models(models, images, repeats=max(10, repeats // 2), mode=mode)
     return _fitted(table, schedules, measured)
 
 
@@ -81,24 +93,42 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_mode(mode: str, device: torch.device) -> None:
+    if mode not in MODES:
+        raise DiffRateError(f"a profile's mode is one of {', '.join(MODES)}, not {mode!r}")
+    if mode == "graph" and device.type != "cuda":
+        raise DiffRateError("mode graph needs a CUDA device")
+
+
 class Clock:
     """Times a function on a device: CUDA events on a GPU, a monotonic clock elsewhere."""
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
+    def __init__(self, device: torch.device, repeats: int, mode: str = "eager") -> None:
+        self.device, self.repeats, self.mode = device, repeats, mode
 
     def median(self, run: Callable[[], object]) -> tuple[float, float]:
         """Median ms of the warmed-up runs, and the spread of their middle half."""
-        for _ in range(WARM_UP):
-            run()
-        ms = self._events(run) if self.device.type == "cuda" else self._host(run)
+        ms = self.times(self.prepared(run), self.repeats)
         low, middle, high = statistics.quantiles(ms, n=4, method="inclusive")
         return middle, high - low
 
-    def _events(self, run: Callable[[], object]) -> list[float]:
+    def prepared(self, run: Callable[[], object]) -> Callable[[], object]:
+        """The function, warmed up; in mode graph a recording, which `run` must outlive."""
+        if self.device.type != "cuda":
+            for _ in range(WARM_UP):
+                run()
+            return run
+        graphs.warm_up(run, self.device, WARM_UP)
+        return graphs.recorded(run) if self.mode == "graph" else run
+
+    def times(self, run: Callable[[], object], repeats: int) -> list[float]:
+        """ms of each of so many runs."""
+        return self._events(run, repeats) if self.device.type == "cuda" else self._host(run, repeats)
+
+    def _events(self, run: Callable[[], object], repeats: int) -> list[float]:
         pairs = []
         torch.cuda.synchronize(self.device)
-        for _ in range(self.repeats):
+        for _ in range(repeats):
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
             run()
@@ -107,26 +137,37 @@ class Clock:
         torch.cuda.synchronize(self.device)
         return [before.elapsed_time(after) for before, after in pairs]
 
-    def _host(self, run: Callable[[], object]) -> list[float]:
+    def _host(self, run: Callable[[], object], repeats: int) -> list[float]:
         ms = []
-        for _ in range(self.repeats):
+        for _ in range(repeats):
             started = time.perf_counter()
             run()
             ms.append(1e3 * (time.perf_counter() - started))
         return ms
 
 
-def time_models(models: Sequence[nn.Module], images: Tensor, repeats: int = 15) -> list[float]:
+def settle(runs: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Work for a second where the clock depends on it: on a GPU."""
+    until = now(device) + (SETTLE_SECONDS if device.type == "cuda" else 0.0)
+    while now(device) < until:
+        for run in runs:
+            run()
+
+
+def time_models(
+    models: Sequence[nn.Module], images: Tensor, repeats: int = 15, mode: str = "eager"
+) -> list[float]:
     """Median ms of a batch through each model, timed in turn, so that a drift of the machine hits all alike."""
-    clock = Clock(images.device, 1)
-    ms: list[list[float]] = [[] for _ in models]
+    check_mode(mode, images.device)
+    clock = Clock(images.device, repeats, mode)
     with torch.inference_mode():
-        for turn in range(repeats + 2):
-            for i, model in enumerate(models):
-                time_once = clock._events if images.device.type == "cuda" else clock._host
-                taken = time_once(lambda model=model: model(images))[0]  # type: ignore[misc]
-                if turn >= 2:
-                    ms[i].append(taken)
+        runs = [functools.partial(model, images) for model in models]
+        ready = [clock.prepared(run) for run in runs]
+        ms: list[list[float]] = [[] for _ in models]
+        settle(ready, images.device)
+        for _ in range(repeats):
+            for i, run in enumerate(ready):
+                ms[i] += clock.times(run, 1)
     return [statistics.median(each) for each in ms]
 
 
@@ -138,14 +179,9 @@ def grid(least: int, tokens: int) -> list[int]:
 
 def _block_times(backbone: Backbone, i: int, images: Tensor, operator: Operator, clock: Clock) -> BlockTimes:
     layout = backbone.layout
-    every = start(backbone.embed(images), layout.prefix, track=False)
-    least = layout.prefix + 2  # what a removal can still take one from
-    points = grid(least, layout.tokens)
-    coarse = [n for n in points if n in (least, layout.tokens) or n % 16 == 0]
-
-    def left(n: int) -> Tokens:
-        """n tokens as a removal leaves them, with sizes where the operator gives them."""
-        return run_block(backbone, i, every, n, n, operator) if n < layout.tokens else every
+    left = _removed(backbone, i, images, operator)
+    points = grid(_least(layout), layout.tokens)
+    coarse = _coarse(layout)
 
     def block(tokens: Tokens, keep: int) -> tuple[float, float]:
         return clock.median(lambda: run_block(backbone, i, tokens, keep, keep, operator))
@@ -162,17 +198,56 @@ def _block_times(backbone: Backbone, i: int, images: Tensor, operator: Operator,
     rise = Series(*map(list, zip(*attention, strict=True)))
     attention_ms = rise.every_count(layout.tokens)
 
-    def removal(keep: Callable[[int], int]) -> Series:
-        def extra(n: int) -> tuple[float, float]:
-            ms, spread = block(left(n), keep(n))
-            own = whole if n == layout.tokens else float(attention_ms[n])
-            return max(ms - own - float(mlp_ms[keep(n)]), 0.0), spread
+    def removal(n: int) -> tuple[float, float]:
+        keep = max(layout.prefix + 1, n - max(1, round(REMOVED * n)))
+        ms, spread = block(left(n), keep)
+        own = whole if n == layout.tokens else float(attention_ms[n])
+        return max(ms - own - float(mlp_ms[keep]), 0.0), spread
 
-        return _series(coarse, extra)
+    return BlockTimes(rise, mlps, _series(coarse, removal), max(whole, 0.0))
 
-    remove = removal(lambda n: max(layout.prefix + 1, n - max(1, round(REMOVED * n))))
-    last = removal(lambda n: max(layout.prefix, 1))
-    return BlockTimes(rise, mlps, remove, last, max(whole, 0.0))
+
+def _last_block(backbone: Backbone, images: Tensor, operator: Operator, clock: Clock) -> Series:
+    """The last block where only the prefix goes on, with its MLP."""
+    i = backbone.layout.depth - 1
+    left = _removed(backbone, i, images, operator)
+
+    def short(n: int) -> tuple[float, float]:
+        tokens = left(n)
+        return clock.median(lambda: run_block_for_prefix(backbone, i, tokens, operator))
+
+    return _series(_coarse(backbone.layout), short)
+
+
+def _removed(backbone: Backbone, i: int, images: Tensor, operator: Operator) -> Callable[[int], Tokens]:
+    """Makes n tokens such as a removal leaves: with sizes where the operator gives them. Time knows no features."""
+    every = backbone.start(images)
+    count = backbone.layout.tokens
+    fewer = run_block(backbone, i, every, count - 1, count - 1, operator)
+
+    def left(n: int) -> Tokens:
+        if n == count:
+            return every
+        first = torch.arange(n, device=images.device).expand(len(images), -1)
+        return replace(
+            fewer,
+            x=fewer.x[:, :n].contiguous(),
+            size=None if fewer.size is None else fewer.size[:, :n].contiguous(),
+            patches=None if fewer.patches is None else fewer.patches.clamp(-n, n - 1),
+            positions=None if fewer.positions is None else fewer.positions.taken(first),
+        )
+
+    return left
+
+
+def _least(layout: Layout) -> int:
+    return layout.prefix + 2  # what a removal can still take one from
+
+
+def _coarse(layout: Layout) -> list[int]:
+    """Counts for what changes little with them."""
+    least, tokens = _least(layout), layout.tokens
+    return [n for n in grid(least, tokens) if n in (least, tokens) or n % 16 == 0]
 
 
 def _series(points: Sequence[int], measure: Callable[[int], tuple[float, float]]) -> Series:

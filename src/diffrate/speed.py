@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffrate import kernels, methods
+from diffrate import graphs, kernels, methods
 from diffrate.backbones import backbone_of
 from diffrate.compressed import checked, compress
 from diffrate.costs.macs import MacCost
@@ -184,30 +184,16 @@ def _prepared(model: nn.Module, images: Tensor, mode: str) -> tuple[Callable[[],
         for _ in range(WARM_UP):
             forward(images)
         return lambda: forward(images), None
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # kernels are tuned and compiled here, which a graph cannot record
-        for _ in range(WARM_UP):
-            forward(images)
-    torch.cuda.current_stream(device).wait_stream(side)
-    torch.cuda.synchronize(device)
+
+    def run() -> Any:
+        return forward(images)
+
+    graphs.warm_up(run, device, WARM_UP)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run: Callable[[], Any]
     if mode.endswith("graph"):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = forward(images)
-
-        def run() -> Any:
-            graph.replay()
-            return kept
-
+        run = graphs.recorded(run)
     else:
-
-        def run() -> Any:
-            return forward(images)
-
         run()
     torch.cuda.synchronize(device)
     return run, (torch.cuda.max_memory_allocated(device) - before) / 2**30

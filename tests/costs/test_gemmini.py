@@ -6,6 +6,9 @@ import math
 import pytest
 import timm
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.vision_transformer import VisionTransformer
 
 import diffrate
 from diffrate.costs import Design, GemminiCost, MacCost, Workload
@@ -238,9 +241,74 @@ def test_the_papers_slopes_are_the_block_s_own_cost(workload):
         GemminiCost(workload, slopes="steep")
 
 
-def test_models_whose_products_are_not_known_are_refused():
-    with pytest.raises(DiffRateError, match="only MACs"):
-        Workload.of(timm.create_model("vit_tiny_patch16_224", depth=1, global_pool="map", class_token=False))
+SMALL = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
+HF = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3}
+
+
+def transformers_model(kind, **changes):
+    transformers = pytest.importorskip("transformers", reason="needs diffrate[hf]")
+    config = getattr(transformers, kind).config_class(**HF | changes)
+    return getattr(transformers, kind)(config)
+
+
+def openclip_tower(**changes):
+    transformer = pytest.importorskip("open_clip.transformer", reason="needs diffrate[openclip]")
+    shape = {"image_size": 32, "patch_size": 8, "width": 48, "layers": 3, "heads": 3, "mlp_ratio": 2.0}
+    return transformer.VisionTransformer(**shape, output_dim=20, **changes)
+
+
+FAMILIES = {
+    "timm, distilled": lambda: timm.create_model("deit_tiny_distilled_patch16_224", **SMALL),
+    "EVA-02, SwiGLU": lambda: timm.create_model("eva02_tiny_patch14_224", **SMALL),
+    "BEiT": lambda: timm.create_model("beit_base_patch16_224", **SMALL),
+    "relative positions by an MLP": lambda: timm.create_model("vit_relpos_small_patch16_224", **SMALL),
+    "torchvision": lambda: VisionTransformer(32, 8, 3, 3, 48, 96, num_classes=5),
+    "OpenCLIP": openclip_tower,
+    "transformers' ViT": lambda: transformers_model("ViTForImageClassification", intermediate_size=96),
+    "transformers' DINOv2": lambda: transformers_model("Dinov2ForImageClassification", num_labels=5),
+    "transformers' CLIP": lambda: transformers_model("CLIPVisionModelWithProjection", projection_dim=20),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_are_what_torch_counts(family):
+    """Those of the blocks and around them, against torch's counter on a forward pass of the model itself."""
+    model = FAMILIES[family]().eval()
+    workload = Workload.of(model)
+    n = workload.tokens
+    total = sum(i * k * j for i, k, j in workload.around)
+    for block in workload.blocks:
+        total += sum(n * i * o for i, o in block.attention + block.mlp)
+        total += 2 * block.heads * n * n * block.head_dim
+    counts = []
+    for batch in (1, 2):  # what makes a bias of positions runs once a batch
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),  # whose products the counter sees one by one
+            FlopCounterMode(display=False) as counter,
+        ):
+            model(torch.zeros(batch, 3, 32, 32))
+        counts.append(counter.get_total_flops())
+    assert 2 * total == counts[1] - counts[0]
+    assert GemminiCost(workload).price_of(None)["latency_ms"] > 0
+
+
+REFUSED = {
+    "attention pooling": (lambda: timm.create_model("vit_base_patch16_siglip_224", **SMALL), "its head attends"),
+    "OpenCLIP's pooler": (
+        lambda: openclip_tower(attentional_pool=True, attn_pooler_queries=3, attn_pooler_heads=2),
+        "its head attends",
+    ),
+    "convolutional stem": (lambda: timm.create_model("lvvit_s", depth=1), "its embedding is more than one"),
+    "CAFormer": (lambda: timm.create_model("caformer_s18"), "channel by channel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_are_more_than_products_are_refused(family):
+    build, reason = REFUSED[family]
+    with pytest.raises(DiffRateError, match=f"only MACs: .*{reason}"):
+        Workload.of(build())
 
 
 def test_macs_are_those_of_the_products(deit, workload):

@@ -19,7 +19,7 @@ def straight(slope, start=0.0, n=(1, 10, 65)):
 
 
 def a_table(**changes):
-    times = BlockTimes(straight(0.02), straight(0.04), straight(0.0, 0.3), straight(0.0, 0.1), whole=1.0)
+    times = BlockTimes(straight(0.02), straight(0.04), straight(0.0, 0.3), whole=1.0)
     table = LatencyTable(
         "my_vit",
         5,
@@ -29,10 +29,12 @@ def a_table(**changes):
         "a machine",
         "float32",
         8,
+        "eager",
         "2.8",
         {},
         [times],
         [0] * 5,
+        straight(0.01, 0.1),
         0.5,
         Fit(2.0, 3.0, 0.25),
         [],
@@ -41,12 +43,17 @@ def a_table(**changes):
 
 
 def test_price_by_hand():
-    """Attention on all tokens has its own time; what removes tokens pays for it, the last one less."""
-    price = TableCost(a_table()).price(torch.tensor([65.0, 40.0, 40.0, 20.0, 1.0]).double())
-    attention = 1.0 + 1.0 + 0.02 * (40 + 40 + 20)
-    mlp = 0.04 * (65 + 40 + 40 + 20 + 1)
-    removals = 0.3 + 0.3 + 0.1
-    assert float(price["latency_ms"]) == pytest.approx(2 * (0.5 + attention + mlp) + 3 * removals + 0.25)
+    """Attention on all tokens has its own time; what removes tokens pays for it; the last block is another thing."""
+    attention = 1.0 + 1.0 + 0.02 * (40 + 40)
+    mlp = 0.04 * (65 + 40 + 40 + 20)
+    removals = 0.3 + 0.3
+    before = 0.5 + attention + mlp
+    for kept, last in ((1.0, 0.1 + 0.01 * 20), (15.0, 0.1 + 0.01 * 20), (20.0, 0.02 * 20 + 0.04 * 20)):
+        price = TableCost(a_table()).price(torch.tensor([65.0, 40.0, 40.0, 20.0, kept]).double())
+        assert float(price["latency_ms"]) == pytest.approx(2 * (before + last) + 3 * removals + 0.25)
+    price = TableCost(a_table(last=None)).price(torch.tensor([65.0, 40.0, 40.0, 20.0, 5.0]).double())
+    usual = 0.02 * 20 + 0.04 * 5  # where the head looks at every token
+    assert float(price["latency_ms"]) == pytest.approx(2 * (before + usual) + 3 * (removals + 0.3) + 0.25)
 
 
 def test_slopes_are_those_of_the_table():
@@ -78,21 +85,24 @@ def matching(layout, **changes):
         ({"device": "another machine"}, "another device"),
         ({"batch_size": 9}, "another batch size: 8, not 9"),
         ({"dtype": "float16"}, "another number type"),
+        ({"mode": "graph"}, "another mode: 'eager', not 'graph'"),
     ],
 )
 def test_tables_of_something_else_are_refused(layout, asked, sentence):
-    same = {"model": "my_vit", "device": "a machine", "batch_size": 8, "dtype": "float32"}
+    same = {"model": "my_vit", "device": "a machine", "batch_size": 8, "dtype": "float32", "mode": "eager"}
     matching(layout).check(layout, **same)
     matching(layout).check(layout, None, "a machine")
     with pytest.raises(DiffRateError, match=sentence):
         matching(layout).check(layout, **same | asked)
-    with pytest.raises(DiffRateError, match="6 blocks"):
+    with pytest.raises(DiffRateError, match="6 blocks, 32 wide, 65 tokens, 1 prefix tokens, not 5 blocks"):
         matching(layout, depth=6).check(layout, **same)
 
 
 def test_tables_come_back_as_they_were(tmp_path):
     a_table().save(tmp_path / "table.json")
     assert LatencyTable.load(tmp_path / "table.json") == a_table()
+    a_table(last=None).save(tmp_path / "table.json")
+    assert LatencyTable.load(tmp_path / "table.json") == a_table(last=None)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +120,22 @@ def test_grid_is_dense_around_multiples_of_16():
     assert counts == [3, 8, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 49, 50]
 
 
-def test_profile_of_a_small_model(tmp_path):
+def test_profile_of_a_small_model(tmp_path, monkeypatch):
+    from diffrate import profiling
+
+    last_blocks, real = [], profiling.run_block_for_prefix
+
+    def watched(backbone, i, tokens, operator):
+        last_blocks.append((i, tokens.count, tokens.size is not None))
+        return real(backbone, i, tokens, operator)
+
+    monkeypatch.setattr(profiling, "run_block_for_prefix", watched)
     model = random_vit(depth=4).train()
     table = profile(model, batch_size=2, repeats=3, name="small")
+    # The last block is timed as a compressed model runs it: for the class token alone, on tokens with sizes.
+    assert table.last is not None
+    assert {n for _, n, _ in last_blocks} == set(table.last.n) == {3, 16, 32, 48, 64, 65}
+    assert all(i == 3 and sized == (n < 65) for i, n, sized in last_blocks)
     assert model.training
     assert (table.batch_size, table.dtype, table.model, table.tokens) == (2, "float32", "small", 65)
     assert len(table.checks) >= 5
@@ -153,7 +176,7 @@ def test_the_fit_finds_scales_and_offset(monkeypatch):
         return fitted(table, schedules, exact([diffrate.compress(model, s) for s in schedules], None, 1))
 
     monkeypatch.setattr(profiling, "_fitted", remember)
-    monkeypatch.setattr(profiling, "time_models", lambda models, images, repeats: [1.0] * len(models))
+    monkeypatch.setattr(profiling, "time_models", lambda models, images, repeats, mode: [1.0] * len(models))
     table = profile(model, batch_size=2, repeats=3)
     assert table.fit.blocks == pytest.approx(2, rel=1e-3)
     assert table.fit.removals == pytest.approx(3, rel=1e-3)
@@ -179,4 +202,8 @@ def test_command(tmp_path, diffrate_cli):
     check_refused(
         diffrate_cli(*flags, "--output", tmp_path / "new.json", "--dtype", "int8"), "--dtype must be"
     )
+    check_refused(
+        diffrate_cli(*flags, "--output", tmp_path / "new.json", "--mode", "graph"), "needs a CUDA device"
+    )
+    check_refused(diffrate_cli(*flags, "--output", tmp_path / "new.json", "--mode", "x"), "eager, graph")
     assert not (tmp_path / "new.json").exists()

@@ -16,7 +16,7 @@ from diffrate.costs import Costs, Design, GemminiCost, LatencyTable, MacCost, Ta
 from diffrate.costs.gemmini import buildable_designs
 from diffrate.costs.table import BlockTimes, Fit, Series
 from diffrate.searching import fast
-from diffrate.searching.budget import Budget, Space, rounded
+from diffrate.searching.budget import Budget, Space, check_budget, rounded
 from diffrate.searching.hardware import HardwareSearch
 from diffrate.searching.places import first_counts, places
 
@@ -43,13 +43,12 @@ def table(removal, **changes):
     def straight(ms, start=0.0):
         return Series([1, 65], [start + ms / 65, start + ms], [0.0, 0.0])
 
-    times = BlockTimes(
-        straight(1.0), straight(2.0), straight(0.0, removal), straight(0.0, removal), whole=1.0
-    )
+    times = BlockTimes(straight(1.0), straight(2.0), straight(0.0, removal), whole=1.0)
+    last = straight(1.0, 2 / 65 + removal)  # its attention, the class token in its MLP, and a removal
     values = {
         "model": None, "depth": 6, "dim": 32, "tokens": 65, "prefix": 1, "device": "x", "dtype": "float32",
-        "batch_size": 8, "torch": "2.8", "operator": {}, "kinds": [times], "kind_of": [0] * 6, "around": 0.0,
-        "fit": Fit(), "checks": [],
+        "batch_size": 8, "mode": "eager", "torch": "2.8", "operator": {}, "kinds": [times], "kind_of": [0] * 6,
+        "last": last, "around": 0.0, "fit": Fit(), "checks": [],
     }  # fmt: skip
     return LatencyTable(**values | changes)
 
@@ -101,6 +100,16 @@ def test_places_can_meet_the_budget_and_tie_what_lies_between(model):
     assert all(c.ties[-1] == (5,) for c in candidates)
     dear = replace(space, cost=Costs([MacCost.of_backbone(backbone), TableCost(table(2.5))]))
     assert all(5 in c.ties[-1] and len(c.ties[-1]) > 1 for c in places(dear, Budget({"latency_ms": 14.0})))
+
+
+def test_the_least_is_the_whole_model_where_removing_takes_longer(model):
+    """Six blocks of 1 + 2 ms, and 20 ms for a removal."""
+    backbone = backbone_of(model)
+    space = Space.of(backbone, Costs([MacCost.of_backbone(backbone), TableCost(table(20.0))]))
+    with pytest.raises(diffrate.DiffRateError, match=r"1 ms cannot be met: .* 18 whole and 18 at the least"):
+        check_budget(Budget({"latency_ms": 1.0}), space)
+    with pytest.raises(diffrate.DiffRateError, match="19ms asks for nothing: the whole model costs 18ms"):
+        check_budget(Budget({"latency_ms": 19.0}), space)
 
 
 def test_a_mix_of_targets_on_gemmini(model, data):
@@ -171,14 +180,14 @@ def test_search_command_with_a_table_and_with_gemmini(tmp_path, diffrate_cli):
     small = table(0.1, depth=4, tokens=17, kind_of=[0] * 4)
     small.save(tmp_path / "table.json")
     flags = ["--data-dir", images, "--steps", 3, "--batch-size", 8, "--workers", 0, "--device", "cpu"]
-    measured = ["--budget", "6ms", "--profile-table", tmp_path / "table.json"]
+    measured = ["--budget", "4.5ms", "--profile-table", tmp_path / "table.json"]
     done = diffrate_cli("search", *TINY_FLAGS, *flags, *measured, "--output", tmp_path / "a")
     check_refused(done, "another device")
     done = diffrate_cli("search", *TINY_FLAGS, *flags, *measured, "--any-table", "--output", tmp_path / "a")
     assert done.code == 0, done.err
     assert "another device" in done.err
     found = diffrate.Schedule.load(tmp_path / "a" / "schedule.json")
-    assert 5 < found.cost["latency_ms"] <= 6
+    assert 4 < found.cost["latency_ms"] <= 4.5
     done = diffrate_cli(
         "search",
         *TINY_FLAGS,
@@ -230,6 +239,25 @@ def test_only_designs_that_can_be_built_are_drawn(workload, estimator):
     for entry in search.run(KEPT, 15):
         assert tuple(map(float, entry["design"])) in known
     assert search.design.is_buildable
+
+
+def test_no_array_is_larger_than_allowed(workload):
+    """4x4 at most: nothing else is drawn, nor found in the sweep, though the target asks for a larger array."""
+    budget = Budget({"latency_ms": 0.4, "power_at_rate_mw": 60.0})
+    free, bound = HardwareSearch(workload, budget), HardwareSearch(workload, budget, largest_array=4)
+    free.run(KEPT, 10)
+    assert free.design.rows > 4
+    for entry in bound.run(KEPT, 10):
+        assert entry["design"][:4] == [1, 1, 4, 4]
+    assert bound.design.rows == 4
+    assert bound.design.is_buildable
+    assert HardwareSearch(workload, budget, largest_array=8).sweep(KEPT).rows <= 8  # starts at another design
+    with pytest.raises(diffrate.DiffRateError, match="the smallest is 4x4"):
+        HardwareSearch(workload, budget, largest_array=3)
+    fastest = float(workload.price(buildable_designs(), [65.0, 2.0, 2.0, 1.0])["latency_ms"].min())
+    tight = HardwareSearch(workload, Budget({"latency_ms": 1.2 * fastest}), largest_array=4)
+    with pytest.raises(diffrate.DiffRateError, match="any design with an array of at most 4x4: the least"):
+        tight.check([65.0, 2.0, 2.0, 1.0])
 
 
 def test_the_sweep_never_makes_a_design_worse(workload):
@@ -349,6 +377,15 @@ def test_cosearch_command_on_the_papers_table(tmp_path, diffrate_cli):
         assert abs(given[metric] / whole[metric] - given_ratio) < 0.1
     assert abs(joint["power_at_rate_mw"] / whole["power_at_rate_mw"] - 90 / 156) < 0.1
     assert re.search(r"32x32 array", done.out)
+    # On the array that the whole model has, the rates must give way, and both ratios are the paper's.
+    start = diffrate.Schedule.published("deit_small_patch16_224", 2.9)
+    model = timm.create_model("deit_small_patch16_224")
+    small = diffrate.cosearch(
+        model, None, "2.9G,37.6ms,79.3mW", schedule=start, rounds=1, hardware_steps=10, largest_array=16
+    )
+    assert small.design.rows == 16
+    assert 37.6 / 68.1 - 0.1 < small.cost["latency_ms"] / whole["latency_ms"] <= 37.6 / 68.1
+    assert 90 / 156 - 0.1 < small.cost["power_at_rate_mw"] / whole["power_at_rate_mw"] <= 90 / 156 + 1e-3
 
 
 def test_cosearch_mistakes(tmp_path, diffrate_cli):
@@ -362,4 +399,5 @@ def test_cosearch_mistakes(tmp_path, diffrate_cli):
     check_refused(diffrate_cli(*flags, "--budget", "80%"), "needs a target for latency")
     check_refused(diffrate_cli(*flags, "--budget", "2ms,3ms"), "takes one budget")
     check_refused(diffrate_cli(*flags, "--budget", "2ms", "--estimator", "magic"), "priced, paper")
+    check_refused(diffrate_cli(*flags, "--budget", "2ms", "--largest-array", 2), "the smallest is 4x4")
     assert not (tmp_path / "co").exists()

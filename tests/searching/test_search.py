@@ -168,7 +168,7 @@ def test_clearly_above_is_a_paired_standard_error():
     ("changes", "sentence"),
     [
         ({"budget": "1%"}, "cannot be met"),
-        ({"budget": "100%"}, "cannot be met"),
+        ({"budget": "100%"}, "asks for nothing: the whole model costs"),
         ({"recipe": "magic"}, "fast, paper"),
         ({"held_out": 1.5}, "held_out between 0 and 1"),
         ({"seed": 10**20}, "seed must be"),

@@ -12,7 +12,6 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from diffrate.errors import UnsupportedModelError
 from diffrate.tokens import Positions, Tokens, start
 
 
@@ -175,10 +174,10 @@ class Backbone(ABC):
     def head_macs(self) -> tuple[float, float]:
         """MACs of the head: fixed, and per token where it looks at every token."""
 
+    @abstractmethod
     def block_products(self, i: int) -> BlockProducts:
         """The shapes of block i's matrix products, which accelerators need beside their MACs."""
-        raise UnsupportedModelError(f"{type(self.model).__name__} has no hardware costs yet, only MACs")
 
+    @abstractmethod
     def edge_products(self) -> list[tuple[int, int, int]]:
         """(rows, in, out) of the matrix products before and after the blocks."""
-        raise UnsupportedModelError(f"{type(self.model).__name__} has no hardware costs yet, only MACs")

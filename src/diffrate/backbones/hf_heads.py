@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffrate.backbones.base import linear_macs
 from diffrate.tokens import Tokens
@@ -57,11 +57,14 @@ class Head:
     def plain_mean(self, model: Any) -> bool:
         return self.pools != "attention" or not getattr(model, "use_head", True)
 
+    def layers(self, model: Any) -> list[nn.Module]:
+        """What runs once an image."""
+        names = ("classifier", "cls_classifier", "distillation_classifier", "visual_projection", "pooler")
+        return [part for name in names if (part := getattr(model, name, None)) is not None]
+
     def macs(self, model: Any) -> tuple[float, float]:
         """Fixed MACs, and MACs per token that reaches the head."""
-        names = ("classifier", "cls_classifier", "distillation_classifier", "visual_projection", "pooler")
-        parts = [getattr(model, name, None) for name in names]
-        fixed = sum(linear_macs(part) for part in parts if part is not None)
+        fixed = sum(map(linear_macs, self.layers(model)))
         if self.pools != "attention" or not model.use_head:
             return fixed, 0.0
         width = model.head.attention.embed_dim

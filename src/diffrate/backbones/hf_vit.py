@@ -14,8 +14,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout, linear_macs
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout, linear_macs
 from diffrate.backbones.hf_heads import HEADS, Head
+from diffrate.backbones.products import edge_products, linear_shapes
 from diffrate.backbones.refusals import refusal
 from diffrate.tokens import Positions, Tokens
 
@@ -199,6 +200,15 @@ class HfViT(Backbone):
 
     def head_macs(self) -> tuple[float, float]:
         return self.head_parts.macs(self.model)
+
+    def block_products(self, i: int) -> BlockProducts:
+        layer = self.layers[i]
+        attn: Any = getattr(layer, self.parts.attention)
+        heads = attn.q_proj.out_features // attn.head_dim
+        return BlockProducts(linear_shapes(attn), heads, attn.head_dim, linear_shapes(layer.mlp))
+
+    def edge_products(self) -> list[tuple[int, int, int]]:
+        return edge_products(self, self.tower.embeddings, linear_shapes(*self.head_parts.layers(self.model)))
 
 
 def _part(module: Any, path: str) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffrate.backbones.base import Attention
+from diffrate.backbones.base import Attention, BlockProducts
+from diffrate.backbones.products import linear_shapes
 
 
 def is_plain(attention: nn.Module) -> bool:
@@ -35,6 +36,13 @@ def closed(attention: nn.MultiheadAttention, mixed: Tensor) -> Tensor:
 def macs(attention: nn.MultiheadAttention) -> float:
     """MACs per token of its projections."""
     return 4.0 * attention.embed_dim**2
+
+
+def products(attention: nn.MultiheadAttention, mlp: nn.Module) -> BlockProducts:
+    """Those of a block: the projection of queries, keys and values together, of the output, and an MLP."""
+    width = attention.embed_dim
+    shapes = ((width, 3 * width), (width, width))
+    return BlockProducts(shapes, attention.num_heads, attention.head_dim, linear_shapes(mlp))
 
 
 def by_size(attention: nn.MultiheadAttention, size: Tensor, queries: int) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from diffrate.backbones import multihead
-from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout, linear_macs
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout, linear_macs
+from diffrate.backbones.products import edge_products
 from diffrate.backbones.refusals import refusal
 from diffrate.tokens import Positions, Tokens
 
@@ -130,3 +131,11 @@ class OpenClipViT(Backbone):
         attention, queries = tower.attn_pool.attn, len(tower.attn_pool.query)
         width, context = attention.embed_dim, self.layout.dim
         return fixed + queries * 2.0 * width * width, 2.0 * width * context + 2.0 * queries * width
+
+    def block_products(self, i: int) -> BlockProducts:
+        return multihead.products(self.blocks[i].attn, self.blocks[i].mlp)
+
+    def edge_products(self) -> list[tuple[int, int, int]]:
+        tower = self.model
+        head = () if tower.proj is None else (tuple(tower.proj.shape),)
+        return edge_products(self, tower.conv1, head)

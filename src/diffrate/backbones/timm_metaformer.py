@@ -14,7 +14,8 @@ from timm.models.metaformer import MetaFormer, MetaFormerBlock
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout, linear_macs
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout, linear_macs
+from diffrate.backbones.products import refuse
 from diffrate.backbones.refusals import NO_ATTENTION, refusal
 from diffrate.modes import evaluating
 from diffrate.reduction import restore
@@ -164,3 +165,13 @@ class TimmMetaFormer(Backbone):
         with evaluating(self.model), torch.no_grad(), counter:
             self.classify([x, *self.late(x)][-1])
         return counter.get_total_flops() / 2, 0.0
+
+    def block_products(self, i: int) -> BlockProducts:
+        refuse(
+            self.model, "most of its other stages are convolutions channel by channel, not matrix products"
+        )
+
+    def edge_products(self) -> list[tuple[int, int, int]]:
+        refuse(
+            self.model, "most of its other stages are convolutions channel by channel, not matrix products"
+        )

@@ -17,7 +17,8 @@ from timm.models.vision_transformer_relpos import (
 )
 from torch import Tensor, nn
 
-from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout, linear_macs
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout, linear_macs
+from diffrate.backbones.products import edge_products, linear_shapes
 from diffrate.backbones.refusals import refusal
 from diffrate.tokens import Positions, Tokens
 
@@ -170,3 +171,14 @@ class TimmRelPos(Backbone):
 
     def head_macs(self) -> tuple[float, float]:
         return linear_macs(self.model.head), 0.0
+
+    def block_products(self, i: int) -> BlockProducts:
+        block = self.model.blocks[i]
+        attn = block.attn
+        head_dim = attn.proj.in_features // attn.num_heads
+        return BlockProducts(
+            linear_shapes(attn.qkv, attn.proj), attn.num_heads, head_dim, linear_shapes(block.mlp)
+        )
+
+    def edge_products(self) -> list[tuple[int, int, int]]:
+        return edge_products(self, self.model.patch_embed, linear_shapes(self.model.head))

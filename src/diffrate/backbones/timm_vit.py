@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any, ClassVar, cast
 
 from timm.layers import Attention as TimmAttention
@@ -13,8 +12,8 @@ from timm.models.vision_transformer import Block, ResPostBlock, VisionTransforme
 from torch import Tensor, nn
 
 from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout, linear_macs
+from diffrate.backbones.products import edge_products, linear_shapes
 from diffrate.backbones.refusals import refusal
-from diffrate.errors import UnsupportedModelError
 from diffrate.lvvit import LvViT
 from diffrate.tokens import Positions, Tokens
 
@@ -189,8 +188,7 @@ class TimmViT(Backbone):
 
     def head_macs(self) -> tuple[float, float]:
         model = self.model
-        heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
-        fixed = sum(map(linear_macs, heads))
+        fixed = sum(map(linear_macs, self._classifiers()))
         if model.attn_pool is None:
             return fixed, 0.0
         pool = model.attn_pool
@@ -202,25 +200,14 @@ class TimmViT(Backbone):
     def block_products(self, i: int) -> BlockProducts:
         block = self.model.blocks[i]
         attn = block.attn
-        return BlockProducts(_linear_shapes(attn), attn.num_heads, attn.head_dim, _linear_shapes(block.mlp))
+        head_dim = attn.proj.in_features // attn.num_heads
+        return BlockProducts(linear_shapes(attn), attn.num_heads, head_dim, linear_shapes(block.mlp))
 
     def edge_products(self) -> list[tuple[int, int, int]]:
-        model = self.model
-        convolutions = [m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d)]
-        if len(convolutions) != 1 or model.attn_pool is not None:
-            self._refuse_hardware("its embedding or its pooling is more than one matrix product")
-        pixels = convolutions[0].in_channels * math.prod(convolutions[0].kernel_size)
-        heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
-        around = [(self.layout.tokens - self.layout.prefix, pixels, convolutions[0].out_channels)]
-        return around + [(1, i, o) for head in heads for i, o in _linear_shapes(head)]
+        return edge_products(self, self.model.patch_embed, linear_shapes(*self._classifiers()))
 
-    def _refuse_hardware(self, reason: str) -> None:
-        raise UnsupportedModelError(f"{type(self.model).__name__} has no hardware costs, only MACs: {reason}")
-
-
-def _linear_shapes(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    """(in, out) of every linear layer inside a module."""
-    return tuple((m.in_features, m.out_features) for m in module.modules() if isinstance(m, nn.Linear))
+    def _classifiers(self) -> list[nn.Module]:
+        return [getattr(self.model, name) for name in ("head", "head_dist") if hasattr(self.model, name)]
 
 
 def _input_channels(patch_embed: nn.Module) -> int:

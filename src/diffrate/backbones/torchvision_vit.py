@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import EncoderBlock, VisionTransformer
 
 from diffrate.backbones import multihead
-from diffrate.backbones.base import Attention, Backbone, BlockMacs, Layout, linear_macs
+from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout, linear_macs
+from diffrate.backbones.products import edge_products, linear_shapes
 from diffrate.backbones.refusals import refusal
 from diffrate.tokens import Positions, Tokens
 
@@ -84,3 +85,10 @@ class TorchvisionViT(Backbone):
 
     def head_macs(self) -> tuple[float, float]:
         return linear_macs(self.model.heads), 0.0
+
+    def block_products(self, i: int) -> BlockProducts:
+        block = self.model.encoder.layers[i]
+        return multihead.products(block.self_attention, block.mlp)
+
+    def edge_products(self) -> list[tuple[int, int, int]]:
+        return edge_products(self, self.model.conv_proj, linear_shapes(self.model.heads))

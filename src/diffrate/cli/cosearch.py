@@ -16,7 +16,7 @@ from diffrate.costs.gemmini.cost import SLOPES
 from diffrate.data import search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
-from diffrate.methods.schedules import stepwise
+from diffrate.methods.evit import EViT
 from diffrate.models import load_model
 from diffrate.results import check_target
 from diffrate.schedule import Schedule
@@ -66,6 +66,14 @@ def cosearch_command(
             rich_help_panel=COSEARCH,
         ),
     ] = "table",
+    largest_array: Annotated[
+        int | None,
+        typer.Option(
+            help="Largest side of the array, such as 16; nothing else prices area.",
+            min=1,
+            rich_help_panel=COSEARCH,
+        ),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(help="Steps of the rates in a turn.", min=1, rich_help_panel=COSEARCH)
     ] = None,
@@ -81,7 +89,7 @@ def cosearch_command(
     """Learn compression rates and a Gemmini design together, in turns.
 
     With images (--data-dir or --dataset) the rates are learned; without, those of --schedule are moved onto the
-    budget, which needs no weights. The table that is printed has the whole model, EViT-like pruning and the schedule
+    budget, which needs no weights. The table that is printed has the whole model, EViT and the schedule
     on Gemmini's default design, at MACs as in the paper's table, and what the co-search found. Power is
     energy over one period for all rows: that of the whole model on the default design.
 
@@ -112,7 +120,7 @@ def cosearch_command(
     workload = c.workload(whole, clock_mhz, dram_pj)
     found = cosearch(
         whole, data, budget, schedule=start, workload=workload, rounds=rounds, hardware_steps=hardware_steps,
-        estimator=estimator, slopes=slopes, seed=seed, output=output, say=note, **options,
+        estimator=estimator, slopes=slopes, largest_array=largest_array, seed=seed, output=output, say=note, **options,
     )  # fmt: skip
     rows = comparison(whole, found, start, clock_mhz, dram_pj)
     metrics = [metric for metric in METRICS if metric in found.cost]
@@ -135,9 +143,8 @@ def comparison(
     default = Costs([MacCost.of(model), GemminiCost(c.workload(model, clock_mhz, dram_pj), Design())])
     rows = {"whole, default design": default.price_of(None)}
     try:
-        rows["EViT-like pruning, default design"] = default.price_of(
-            stepwise(model, EVIT_SHARE * found.cost["gmacs"])
-        )
+        evit = EViT.at(model, EVIT_SHARE * found.cost["gmacs"])
+        rows["EViT, default design"] = default.price_of_kept(evit.kept)
     except DiffRateError as error:
         note(str(error))
     if start is not None:

@@ -16,7 +16,7 @@ from diffrate.costs import LatencyTable, TableCost
 from diffrate.devices import device_name, resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
-from diffrate.profiling import profile, time_models
+from diffrate.profiling import check_mode, profile, time_models
 from diffrate.results import check_target
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -41,6 +41,13 @@ def profile_command(
     dtype: Annotated[
         str, typer.Option(help=f"Number type: {', '.join(DTYPES)}.", rich_help_panel=o.RUN)
     ] = "float32",
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="eager, or graph: all recorded as CUDA graphs, as the model will be served.",
+            rich_help_panel=o.RUN,
+        ),
+    ] = "eager",
     repeats: Annotated[
         int, typer.Option(help="Timed runs of each part; the median counts.", min=3, rich_help_panel=o.RUN)
     ] = 30,
@@ -49,7 +56,7 @@ def profile_command(
 ) -> None:
     """Measure what a model's parts take on this machine, for budgets in milliseconds.
 
-    The table holds for this model, device, batch size and number type; times are those of a batch. It ends with a
+    The table holds for this model, device, batch size, number type and mode; times are those of a batch. It ends with a
     check: whole models under several schedules, as the table predicts them and as they are. With --table, a schedule
     is timed and held against a table that exists.
 
@@ -64,6 +71,7 @@ def profile_command(
         raise DiffRateError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     check_target(output)
     where = resolve_device(device)
+    check_mode(mode, where)
     size = None if img_size is None else o.read_size(img_size)
     whole = load_model(
         model, num_classes=num_classes, img_size=size, model_kwargs=o.read_kwargs(model_kwargs)
@@ -71,11 +79,11 @@ def profile_command(
     layout = backbone_of(whole).layout
     if table is not None and schedule is not None:
         known = LatencyTable.load(table)
-        known.check(layout, model, device_name(where), batch_size, dtype)
+        known.check(layout, model, device_name(where), batch_size, dtype, mode)
         chosen = o.read_schedule(schedule, whole, model)
         ready = compress(whole.to(where, DTYPES[dtype]), chosen)
         images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=where, dtype=DTYPES[dtype])
-        (measured,) = time_models([ready], images, repeats)
+        (measured,) = time_models([ready], images, repeats, mode)
         rows: list[dict[str, Any]] = [{
             "kept": list(chosen.effective.merge), "predicted_ms": TableCost(known).price_of(chosen)["latency_ms"],
             "measured_ms": measured,
@@ -83,7 +91,13 @@ def profile_command(
     else:
         assert output is not None
         made = profile(
-            whole.to(dtype=DTYPES[dtype]), batch_size, device=where, repeats=repeats, name=model, say=note
+            whole.to(dtype=DTYPES[dtype]),
+            batch_size,
+            device=where,
+            repeats=repeats,
+            mode=mode,
+            name=model,
+            say=note,
         )
         made.save(output)
         rows = made.checks
@@ -101,4 +115,6 @@ def profile_command(
     )
     worst = max(abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows)
     typer.echo(f"largest error {worst:.1%}, ms of a batch of {batch_size} on {device_name(where)}, {dtype}")
-    save_json(json, {"model": model, "batch_size": batch_size, "dtype": dtype, "checks": rows}, where)
+    save_json(
+        json, {"model": model, "batch_size": batch_size, "dtype": dtype, "mode": mode, "checks": rows}, where
+    )

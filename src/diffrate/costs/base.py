@@ -57,7 +57,12 @@ class CostModel(ABC):
 
     def price_of(self, schedule: Schedule | None) -> dict[str, float]:
         """Each metric of a schedule, or of the whole model."""
-        kept = [self.tokens] * self.depth if schedule is None else schedule.effective.merge
+        return self.price_of_kept(
+            [self.tokens] * self.depth if schedule is None else schedule.effective.merge
+        )
+
+    def price_of_kept(self, kept: Sequence[int]) -> dict[str, float]:
+        """Each metric when block l keeps kept[l] tokens."""
         prices = self.price(torch.tensor(kept, dtype=torch.float64))
         return {metric: float(price) for metric, price in prices.items()}
 

@@ -1,7 +1,7 @@
 """A measured latency table: what attention, MLP and the removal of tokens take on one machine, and its cost model.
 
-A table belongs to one model, device, batch size, number type and operator. Times are smoothed by isotonic regression:
-as measured they are not monotone, and a search would chase the noise. `diffrate.profiling` makes tables.
+A table belongs to one model, device, batch size, number type, mode and operator. Times are smoothed by isotonic
+regression: as measured they are not monotone, and a search would chase the noise. `diffrate.profiling` makes tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from diffrate.isotonic import rising
 from diffrate.schedule import write_text
 
 FORMAT = "diffrate.latency_table"
-VERSION = 1
+VERSION = 2
 WINDOW = 8  # tokens over which slopes are averaged
 
 
@@ -49,13 +49,12 @@ class Series:
 class BlockTimes:
     """One kind of block: its attention, with token sizes in force; its MLP; and what removing tokens adds.
 
-    whole   ms of attention on all tokens, before any have sizes; `last` removing all but the prefix.
+    whole   ms of attention on all tokens, before any have sizes.
     """
 
     attention: Series
     mlp: Series
     remove: Series
-    last: Series
     whole: float
 
 
@@ -70,7 +69,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """What was measured, where, and how well its sums predict whole models (`checks`)."""
+    """What was measured, where, and how well its sums predict whole models (`checks`).
+
+    mode  "eager", or "graph" where all was recorded as CUDA graphs.
+    last  the whole last block where it removes tokens and the head looks at the prefix alone: it then runs for those
+          tokens only, however many are kept. None for other heads.
+    """
 
     model: str | None
     depth: int
@@ -80,10 +84,12 @@ class LatencyTable:
     device: str
     dtype: str
     batch_size: int
+    mode: str
     torch: str
     operator: dict[str, Any]
     kinds: list[BlockTimes]
     kind_of: list[int]
+    last: Series | None
     around: float  # ms of embedding and head
     fit: Fit
     checks: list[dict[str, Any]]
@@ -95,29 +101,28 @@ class LatencyTable:
         device: str,
         batch_size: int | None = None,
         dtype: str | None = None,
+        mode: str | None = None,
     ) -> None:
-        """Refuse to be used for another model, device, batch size or number type."""
+        """Refuse to be used for another model, device, batch size, number type or mode."""
         mine = (self.depth, self.dim, self.tokens, self.prefix)
         shapes = ("blocks", "wide", "tokens", "prefix tokens")
         theirs = (layout.depth, layout.dim, layout.tokens, layout.prefix)
         named = self.model is not None and model is not None
         if named and str(self.model).split(".")[0] != str(model).split(".")[0]:
-            self._refuse("model", self.model, model)
+            _refuse("model", shown(self.model), shown(model))
         if mine != theirs:
-            in_words = [", ".join(f"{v} {w}" for v, w in zip(s, shapes, strict=True)) for s in (mine, theirs)]
-            self._refuse("model", *in_words)
+            words = [
+                ", ".join(f"{shown(v)} {w}" for v, w in zip(s, shapes, strict=True)) for s in (mine, theirs)
+            ]
+            _refuse("model", *words)
         if self.device != device:
-            self._refuse("device", self.device, device)
+            _refuse("device", shown(self.device), shown(device))
         if batch_size is not None and self.batch_size != batch_size:
-            self._refuse("batch size", self.batch_size, batch_size)
+            _refuse("batch size", shown(self.batch_size), shown(batch_size))
         if dtype is not None and self.dtype != dtype:
-            self._refuse("number type", self.dtype, dtype)
-
-    def _refuse(self, what: str, mine: object, theirs: object) -> None:
-        raise DiffRateError(
-            f"the latency table was measured for another {what}: {shown(mine)}, not {shown(theirs)}; "
-            "profile again, or say that it may be used anyway"
-        )
+            _refuse("number type", shown(self.dtype), shown(dtype))
+        if mode is not None and self.mode != mode:
+            _refuse("mode", shown(self.mode), shown(mode))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -140,11 +145,19 @@ class LatencyTable:
                 BlockTimes(**{name: _series(part) for name, part in kind.items()})
                 for kind in values.pop("kinds")
             ]
-            table = cls(kinds=kinds, fit=Fit(**values.pop("fit")), **values)
+            last = _series(values.pop("last"))
+            table = cls(kinds=kinds, last=last, fit=Fit(**values.pop("fit")), **values)
             TableCost(table).price_of(None)
         except (TypeError, KeyError, AttributeError, ValueError, IndexError, RuntimeError) as error:
             raise DiffRateError(f"{path} is not a whole latency table: {error}") from error
         return table
+
+
+def _refuse(what: str, mine: str, theirs: str) -> None:
+    raise DiffRateError(
+        f"the latency table was measured for another {what}: {mine}, not {theirs}; "
+        "profile again, or say that it may be used anyway"
+    )
 
 
 def _series(part: Any) -> Any:
@@ -159,12 +172,10 @@ class TableCost(CostModel):
     def __init__(self, table: LatencyTable) -> None:
         self.table, self.tokens = table, table.tokens
         self.parts = [
-            {
-                name: getattr(kind, name).every_count(self.tokens)
-                for name in ("attention", "mlp", "remove", "last")
-            }
+            {name: getattr(kind, name).every_count(self.tokens) for name in ("attention", "mlp", "remove")}
             for kind in table.kinds
         ]
+        self.last = None if table.last is None else table.last.every_count(self.tokens)
 
     @property
     def depth(self) -> int:
@@ -187,10 +198,12 @@ class TableCost(CostModel):
             whole = self.table.kinds[kind].whole
             removed_before = (self.tokens - n).clamp(0, 1)  # whole tokens: 0 or 1; between, straight
             attended = whole + removed_before * (_read(n, parts["attention"]) - whole)
-            blocks = blocks + (attended + _read(m, parts["mlp"])).sum(-1)
-            to_prefix = (self.table.prefix + 1 - m).clamp(0, 1)
-            usual, last = _read(n, parts["remove"]), _read(n, parts["last"])
-            removals = removals + ((n - m).clamp(0, 1) * (usual + to_prefix * (last - usual))).sum(-1)
+            own, removes = attended + _read(m, parts["mlp"]), (n - m).clamp(0, 1)
+            extra = removes * _read(n, parts["remove"])
+            if self.last is not None and kind == self.table.kind_of[-1]:
+                short = torch.lerp(own[..., -1:], _read(n[..., -1:], self.last), removes[..., -1:])
+                own, extra = torch.cat([own[..., :-1], short], dim=-1), extra[..., :-1]
+            blocks, removals = blocks + own.sum(-1), removals + extra.sum(-1)
         return blocks, removals
 
     def describe(self) -> dict[str, Any]:

@@ -191,15 +191,17 @@ def check_budget(budget: Budget | float, space: Space) -> None:
     """Refuse a budget that no schedule of this model can meet, or that asks for nothing."""
     budget = Budget.of(budget)
     least, most = space.price(space.least), space.price(torch.full_like(space.most, space.tokens))
-    asks = False
     for metric, target in budget.targets.items():
-        words, lowest, highest = METRICS[metric].words, float(least[metric]), float(most[metric])
-        refusal = f"a budget of {target:.4g} {words} cannot be met: this model costs {highest:.4g} whole "
+        words, highest = METRICS[metric].words, float(most[metric])
+        lowest = min(float(least[metric]), highest)  # removing tokens may take longer than it saves
         if target < lowest:
-            raise DiffRateError(refusal + f"and {lowest:.4g} at the least")
-        asks = asks or target < highest
-    if not asks:
-        raise DiffRateError(refusal + f"and {lowest:.4g} at the least")
+            raise DiffRateError(
+                f"a budget of {target:.4g} {words} cannot be met: this model costs {highest:.4g} whole and "
+                f"{lowest:.4g} at the least"
+            )
+    if all(target >= float(most[metric]) for metric, target in budget.targets.items()):
+        whole = Budget({metric: float(most[metric]) for metric in budget.targets})
+        raise DiffRateError(f"a budget of {budget} asks for nothing: the whole model costs {whole}")
 
 
 def project(counts: Tensor, budget: Budget | float, space: Space, step: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ def cosearch(
     hardware_steps: int = HARDWARE_STEPS,
     estimator: str = "priced",
     slopes: str = "table",
+    largest_array: int | None = None,
     lambdas: Mapping[str, float] | None = None,
     seed: int = 0,
     output: str | os.PathLike[str] | None = None,
@@ -65,6 +66,7 @@ def cosearch(
     schedule   where the rates start.
     workload   the model's matrix products, with clock, energies and period; by default those of Gemmini at 354 MHz.
     estimator, slopes   how costs are differentiated, in hardware ("priced" or "paper") and counts ("table" or "paper").
+    largest_array       the largest side of the array that may be built; area has no price otherwise.
     search_options      for diffrate.search.
     """
     if rounds < 1 or hardware_steps < 1:
@@ -88,7 +90,9 @@ def cosearch(
     if len(budgets) > 1:
         raise DiffRateError("a co-search takes one budget: one value for each metric")
     target = budgets[0]
-    hardware = HardwareSearch(workload, target, estimator, {**LAMBDAS, **(lambdas or {})}, seed)
+    hardware = HardwareSearch(
+        workload, target, estimator, {**LAMBDAS, **(lambdas or {})}, seed, largest_array
+    )
     hardware.check([float(n) for n in space.every_block([int(n) for n in space.least])])
     if "gmacs" in target.targets:
         check_budget(target.targets["gmacs"], space)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffrate.costs.base import METRICS
 from diffrate.costs.gemmini.cost import Workload
-from diffrate.costs.gemmini.design import PARAMETERS, Design, buildable_designs
+from diffrate.costs.gemmini.design import PARAMETERS, Design, designs_within
 from diffrate.errors import DiffRateError
 from diffrate.searching.budget import LAMBDAS, Budget
 
@@ -33,6 +33,7 @@ class HardwareSearch:
     estimator  "priced": price every option of each parameter with the others fixed, 35 designs in one call, and take
                their expectation; "paper": (b + SG(1 - b)) F' of the drawn design, mean over the parameters (the
                paper's sum would make it eight times the metric).
+    largest_array  the largest side of the array: area has no price, and a larger array meets most targets alone.
     """
 
     workload: Workload
@@ -40,6 +41,7 @@ class HardwareSearch:
     estimator: str = "priced"
     lambdas: Mapping[str, float] = field(default_factory=lambda: LAMBDAS)
     seed: int = 0
+    largest_array: int | None = None
 
     def __post_init__(self) -> None:
         if self.estimator not in ESTIMATORS:
@@ -54,26 +56,28 @@ class HardwareSearch:
         self.logits = [torch.zeros(len(v), dtype=torch.float64, requires_grad=True) for v in self.values]
         self.optimizer = torch.optim.Adam(self.logits, lr=LEARNING_RATE)
         self.generator = torch.Generator().manual_seed(self.seed)
-        designs = buildable_designs()
-        places = [(designs[:, h, None] == v).double().argmax(dim=1) for h, v in enumerate(self.values)]
-        self.places = torch.stack(places, dim=1)  # (17016, 8): which option of each parameter
+        self.designs = designs_within(self.largest_array)  # (D, 8): 17,016 without a largest array
+        places = [(self.designs[:, h, None] == v).double().argmax(dim=1) for h, v in enumerate(self.values)]
+        self.places = torch.stack(places, dim=1)  # (D, 8): which option of each parameter
         self.best: Tensor | None = None
         self.best_score = float("inf")
 
     def check(self, least: list[float]) -> None:
         """Refuse targets that no design meets, even with the fewest tokens."""
-        prices = self.workload.price(buildable_designs(), least)
+        prices = self.workload.price(self.designs, least)
+        side = self.largest_array
+        kind = "design" if side is None else f"design with an array of at most {side}x{side}"
         for metric, target in self.targets.targets.items():
             lowest, words = float(prices[metric].min()), METRICS[metric].words
             if target < lowest:
                 raise DiffRateError(
-                    f"{target:.4g} {words} cannot be met on any design: the least possible is {lowest:.4g} {words}"
+                    f"{target:.4g} {words} cannot be met on any {kind}: the least possible is {lowest:.4g} {words}"
                 )
         shares = self.targets.used(prices)
         nearest = int(shares.argmin())
         if float(shares[nearest]) > 1:
             reached = Budget({metric: float(prices[metric][nearest]) for metric in self.targets.targets})
-            raise DiffRateError(f"no design meets {self.targets} together: the nearest possible is {reached}")
+            raise DiffRateError(f"no {kind} meets {self.targets} together: the nearest possible is {reached}")
 
     def run(self, kept: list[float], steps: int) -> list[dict[str, Any]]:
         """Learn the design for fixed counts; returns the course."""
@@ -91,7 +95,7 @@ class HardwareSearch:
         noisy = [logits + self._gumbel(len(logits)) for logits in self.logits]
         soft = [(n / temperature).softmax(dim=0) for n in noisy]
         chosen = int(self._joint([n.detach() for n in noisy]).argmax())
-        design, place = buildable_designs()[chosen], self.places[chosen]
+        design, place = self.designs[chosen], self.places[chosen]
         if self.estimator == "priced":
             options = torch.cat([self._options(design, h) for h in range(len(self.values))])
             prices = self.workload.price(options, kept)
@@ -123,9 +127,9 @@ class HardwareSearch:
 
     def sweep(self, kept: list[float]) -> Design:
         """Greedy: move to the best neighbour that can be built until there is none better."""
-        designs = buildable_designs()
+        designs = self.designs
         if self.best is None:
-            self.best = Design().row()
+            self.best = designs[int((designs != Design().row()).sum(dim=1).argmin())]
             self.best_score = float(self.score(self.workload.price(self.best[None], kept))[0])
         while True:
             near = designs[(designs != self.best).sum(dim=1) <= NEAR]
@@ -144,7 +148,7 @@ class HardwareSearch:
             self.best, self.best_score = design.clone(), score
 
     def _joint(self, noisy: list[Tensor]) -> Tensor:
-        """(17016,) the noisy logits of each design that can be built: their maximum is a draw from these alone."""
+        """(D,) the noisy logits of each design that can be built: their maximum is a draw from these alone."""
         return torch.stack([n[self.places[:, h]] for h, n in enumerate(noisy)]).sum(dim=0)
 
     def _options(self, design: Tensor, parameter: int) -> Tensor:

@@ -133,3 +133,17 @@ def buildable_designs() -> Tensor:
     """(17016, 8) every design of the paper's space that can be built."""
     every = torch.cartesian_prod(*(torch.tensor(v, dtype=torch.float64) for v in PARAMETERS.values()))
     return every[is_buildable(every)]
+
+
+def designs_within(largest_array: int | None) -> Tensor:
+    """(D, 8) the designs that can be built with an array of at most this side: nothing else stands for area."""
+    designs = buildable_designs()
+    if largest_array is None:
+        return designs
+    sides = designs[:, 0] * designs[:, 2]
+    if largest_array < float(sides.min()):
+        least = int(sides.min())
+        raise DiffRateError(
+            f"no array is as small as {largest_array}x{largest_array}: the smallest is {least}x{least}"
+        )
+    return designs[sides <= largest_array]
