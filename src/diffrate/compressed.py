@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from diffrate import kernels, ranking
 from diffrate.backbones import Backbone, Layout, backbone_of
@@ -75,6 +76,7 @@ class CompressedModel(nn.Module):
         self.operator = checked_operator(operator, self.backbone.layout)
         self.schedule = checked(schedule, self.backbone.layout)
         self.effective = self.schedule.effective  # once: a compiler need not look into it
+        self.grad_checkpointing = False
         self.training = original.training  # train() would also reset layers that are in a mode of their own
         self.register_load_state_dict_pre_hook(_to_inner_keys)
         self.register_state_dict_post_hook(_to_original_keys)
@@ -180,6 +182,10 @@ class CompressedModel(nn.Module):
             intermediates_only=True,
         )
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Training: compute each block again on the way back instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
     @property
     def pretrained_cfg(self) -> Any:
         return getattr(self.original, "pretrained_cfg", {})
@@ -229,7 +235,10 @@ class CompressedModel(nn.Module):
             last = i == schedule.depth - 1 and schedule.merge[i] < tokens.count
             if for_head and last and self.backbone.layout.compresses_last_block:
                 return run_block_for_prefix(self.backbone, i, tokens, self.operator), collected
-            tokens = self._run_block(i, tokens, schedule)
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(self._run_block, i, tokens, schedule, use_reentrant=False)
+            else:
+                tokens = self._run_block(i, tokens, schedule)
             if i in collect:
                 collected.append(tokens)
         return tokens, collected
