@@ -318,7 +318,7 @@ def attend_and_rank(backbone: Backbone, i: int, tokens: Tokens, operator: Operat
         else:
             mixed = mix(attention, bias)
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
-    with step("ranking"):
+    with step("ranking"), torch.no_grad():  # a choice of tokens has no gradient
         if operator.importance == "image-attention":
             return attended, ranking.image_attention(weights, tokens.prefix)
         return attended, importance_of(attention, bias, tokens, i, operator)

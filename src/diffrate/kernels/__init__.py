@@ -1,8 +1,8 @@
 """The fast twins of ranking and reduction, and the one place that picks them.
 
-A block takes the fast path (`fast`) on a CUDA device with Triton, when nobody asks for a gradient or for the map from
-patch to token, and for the operators that the kernels know: class attention, pruning before merging, and merging by
-cost where nothing is pruned. All else runs as plain PyTorch, `ranking` and `reduction`, which are what the kernels are
+A block takes the fast path (`fast`) on a CUDA device with Triton, when nobody asks for the map from patch to token, and
+for the operators that the kernels know: class attention, pruning before merging, and merging by cost where nothing is
+pruned. In training the reduction also notes where each token went, which is its gradient. All else runs as plain PyTorch, `ranking` and `reduction`, which are what the kernels are
 tested against.
 
 Attention itself is torch's everywhere (`mixing`): on an H200 cuDNN's with a bias was faster than kernels of our own.
@@ -55,7 +55,6 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and _path != "plain"
         and (x.is_cuda or INTERPRETED)
         and x.dtype in DTYPES
-        and not (torch.is_grad_enabled() and x.requires_grad)
         and tokens.patches is None
         and tokens.positions is None
         and tokens.count <= MOST_TOKENS
@@ -67,7 +66,8 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
 
 def class_logits(attention: Attention, size: Tensor | None) -> Tensor:
     """(B, heads, N) logits of the class token in base 2, with the bias of the sizes."""
-    logits: Tensor = torch.ops.diffrate.class_logits(attention.q, attention.k, size, attention.scale)
+    q, k = attention.q.detach(), attention.k.detach()  # a choice of tokens has no gradient
+    logits: Tensor = torch.ops.diffrate.class_logits(q, k, size, attention.scale)
     return logits
 
 
@@ -76,8 +76,10 @@ def reduce_tokens(tokens: Tokens, logits: Tensor, prune: int, merge: int, operat
     if operator.operation != "prune-merge":
         prune = merge if operator.operation == "prune" else tokens.count
     joins = tokens.prefix < merge < prune
-    x, size = torch.ops.diffrate.reduce(
+    learning = torch.is_grad_enabled() and tokens.x.requires_grad
+    reduce = torch.ops.diffrate.reduce_mapped if learning else torch.ops.diffrate.reduce
+    x, size, *_ = reduce(
         tokens.x, logits, tokens.size, tokens.prefix, prune, merge, operator.mean,
         joins and operator.choice == "cost", operator.floor,
     )  # fmt: skip
-    return replace(tokens, x=x, size=size if joins or tokens.size is not None else None)
+    return replace(tokens, x=x, size=size.detach() if joins or tokens.size is not None else None)

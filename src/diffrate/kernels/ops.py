@@ -2,8 +2,10 @@
 
     diffrate::class_logits  the class token's logits: one row, where attention itself is torch's
     diffrate::reduce        rank, match and assemble: tokens in, fewer tokens out
+    diffrate::reduce_mapped the same, and where each token went: from that its gradient is one gather
+    diffrate::spread        that gather
 
-Logits have base 2. None of them has a gradient; `diffrate.kernels` picks them only where none is asked for.
+Logits have base 2. Of gradients there are those of the features; logits and sizes have none, as in `reduction`.
 """
 
 from __future__ import annotations
@@ -79,13 +81,29 @@ def reduce(
     prune    tokens that pruning leaves; those ranked from `keep` on join the image tokens before them.
     by_cost  ranked by what merging them would lose, of all tokens, and not by their importance.
     """
+    return reduce_mapped(x, logits, size, prefix, prune, keep, mean, by_cost, floor, mapped=False)[:2]
+
+
+def reduce_mapped(
+    x: Tensor,
+    logits: Tensor,
+    size: Tensor | None,
+    prefix: int,
+    prune: int,
+    keep: int,
+    mean: str,
+    by_cost: bool,
+    floor: float,
+    mapped: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with (B, N) where in the result each token went, and (B, N) by what share: 0 for what was pruned."""
     x = x.contiguous()
     with step("ranking"):
         importance, order = rank(logits, prefix)
         if by_cost:
             order = rank_by_cost(x, importance, prefix, floor)
     with step("merge"):
-        return _assemble(x, importance, order, size, prefix, prune, keep, mean)
+        return _assemble(x, importance, order, size, prefix, prune, keep, mean, mapped)
 
 
 def _assemble(
@@ -97,23 +115,57 @@ def _assemble(
     prune: int,
     keep: int,
     mean: str,
-) -> tuple[Tensor, Tensor]:
+    mapped: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Match what joins, and write what stays."""
     joins = prune > keep > prefix
     b, n, c = x.shape
     joining = prune - keep if joins else 0
     similarity, target = match(x, order, prefix, keep, joining)
     out, out_size = _kept(x, keep)
+    destination, share = _map(x) if mapped else (order, importance)
     rows = _token_tile(b, keep)
     count = _tiles(keep, rows)
     if b:
         kernels().assemble_kernel[(count * b,)](
             x, size if size is not None else x, importance, order, similarity, target, out, out_size,
+            destination, share,
             n, c, prefix, keep, joining, count, similarity.shape[1],
-            HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean],
+            HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], MAPPED=mapped,
             BLOCK_T=rows, BLOCK_J=_power_of_two(joining), BLOCK_C=64, num_warps=8 if joining > 64 else 4,
         )  # fmt: skip
-    return out, out_size
+    return out, out_size, destination, share
+
+
+def _map(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for where each token went and by what share: nowhere, before a kernel writes it."""
+    return x.new_zeros(x.shape[:2], dtype=torch.int32), x.new_zeros(x.shape[:2], dtype=torch.float32)
+
+
+def spread(gradient: Tensor, destination: Tensor, share: Tensor) -> Tensor:
+    """(B, N, C) gradient of the tokens that a reduction got, from the (B, keep, C) of those that it gave."""
+    gradient = gradient.contiguous()
+    b, keep, c = gradient.shape
+    n = destination.shape[1]
+    out = _spread_output(gradient, destination, share)
+    if b:
+        kernels().spread_kernel[(b * n,)](
+            gradient, destination, share, out, n, c, keep, BLOCK_C=_power_of_two(c), num_warps=4
+        )
+    return out
+
+
+def _spread_output(gradient: Tensor, destination: Tensor, share: Tensor) -> Tensor:
+    b, n = destination.shape
+    return gradient.new_empty((b, n, gradient.shape[2]))
+
+
+def _remember_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[2], output[3])
+
+
+def _spread_back(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return torch.ops.diffrate.spread(gradient, *ctx.saved_tensors), *([None] * 8)
 
 
 def _reduce_outputs(
@@ -128,6 +180,20 @@ def _reduce_outputs(
     floor: float,
 ) -> tuple[Tensor, Tensor]:
     return _kept(x, keep)
+
+
+def _reduce_mapped_outputs(
+    x: Tensor,
+    logits: Tensor,
+    size: Tensor | None,
+    prefix: int,
+    prune: int,
+    keep: int,
+    mean: str,
+    by_cost: bool,
+    floor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_kept(x, keep), *_map(x)
 
 
 def _kept(x: Tensor, keep: int) -> tuple[Tensor, Tensor]:
@@ -228,4 +294,18 @@ _register(
     " float floor) -> (Tensor, Tensor)",
     reduce,
     _reduce_outputs,
+)
+_register(
+    "reduce_mapped(Tensor x, Tensor logits, Tensor? size, int prefix, int prune, int keep, str mean, bool by_cost,"
+    " float floor) -> (Tensor, Tensor, Tensor, Tensor)",
+    reduce_mapped,
+    _reduce_mapped_outputs,
+)
+_register(
+    "spread(Tensor gradient, Tensor destination, Tensor share) -> Tensor",
+    spread,
+    _spread_output,
+)
+torch.library.register_autograd(
+    "diffrate::reduce_mapped", _spread_back, setup_context=_remember_map, lib=_library
 )

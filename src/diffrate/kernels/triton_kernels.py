@@ -172,14 +172,15 @@ def match_kernel(
 
 @triton.jit(do_not_specialize=["N", "prefix", "keep", "J", "TILES", "MATCH_TILES"])
 def assemble_kernel(
-    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE,
+    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, DESTINATION, SHARE,
     N, C, prefix, keep, J, TILES, MATCH_TILES,
-    HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr,
+    HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, MAPPED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
 
-    The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance.
+    The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance. MAPPED: for every token
+    that stays or joins, also where it went and by what share.
     """
     tile = tl.program_id(0) % TILES
     image = tl.program_id(0) // TILES
@@ -224,12 +225,21 @@ def assemble_kernel(
         comes = tl.max(pairs.to(tl.int32), 0) > 0  # whose features this tile needs
         grows = tl.max(pairs.to(tl.int32), 1) > 0
         share = tl.where(grows, weight / total, 1.0)
-        given = (given / total[:, None]).to(X.dtype.element_ty)
+        given = given / total[:, None]
+        if MAPPED:
+            tl.store(SHARE + b * N + row, share, mask=t < keep)
+            tl.store(DESTINATION + b * N + j_row, target, mask=comes)
+            tl.store(SHARE + b * N + j_row, tl.sum(given, 0), mask=comes)
+        given = given.to(X.dtype.element_ty)
     elif HAS_SIZE:
         size = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
         tl.store(OUT_SIZE + b * keep + t, size, mask=t < keep)
     else:
         tl.store(OUT_SIZE + b * keep + t, tl.full([BLOCK_T], 1.0, tl.float32), mask=t < keep)
+    if MAPPED:
+        tl.store(DESTINATION + b * N + row, t, mask=t < keep)
+        if not JOINS:
+            tl.store(SHARE + b * N + row, tl.full([BLOCK_T], 1.0, tl.float32), mask=t < keep)
     for c0 in range(0, C, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         inside = (t[:, None] < keep) & (c[None, :] < C)
@@ -241,3 +251,16 @@ def assemble_kernel(
             mean = tl.dot(given, joiners, mean, input_precision="ieee")
             features = mean.to(X.dtype.element_ty)
         tl.store(OUT + (b * keep + t[:, None]) * C + c[None, :], features, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "keep"])
+def spread_kernel(GRADIENT, DESTINATION, SHARE, OUT, N, C, keep, BLOCK_C: tl.constexpr):
+    """The gradient of one token: that of the token it went into, by its share of it."""
+    row = tl.program_id(0).to(tl.int64)
+    b = row // N
+    place = tl.load(DESTINATION + row)
+    share = tl.load(SHARE + row)
+    c = tl.arange(0, BLOCK_C)
+    gradient = tl.load(GRADIENT + (b * keep + place) * C + c, mask=c < C, other=0.0).to(tl.float32)
+    gradient = tl.where(share > 0.0, gradient * share, 0.0)  # also where what a pruned token points to overflowed
+    tl.store(OUT + row * C + c, gradient.to(GRADIENT.dtype.element_ty), mask=c < C)
