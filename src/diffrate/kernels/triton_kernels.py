@@ -262,5 +262,7 @@ def spread_kernel(GRADIENT, DESTINATION, SHARE, OUT, N, C, keep, BLOCK_C: tl.con
     share = tl.load(SHARE + row)
     c = tl.arange(0, BLOCK_C)
     gradient = tl.load(GRADIENT + (b * keep + place) * C + c, mask=c < C, other=0.0).to(tl.float32)
-    gradient = tl.where(share > 0.0, gradient * share, 0.0)  # also where what a pruned token points to overflowed
+    gradient = tl.where(
+        share > 0.0, gradient * share, 0.0
+    )  # also where what a pruned token points to overflowed
     tl.store(OUT + row * C + c, gradient.to(GRADIENT.dtype.element_ty), mask=c < C)

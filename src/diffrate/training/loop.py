@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
@@ -183,6 +182,7 @@ class Run:
             if self.accelerator.scaler is not None and self.now.scaler:
                 self.accelerator.scaler.load_state_dict(self.now.scaler)
             self.begin -= self.now.seconds
+            self.scheduler.step_update(self.now.step)
         self.accelerator.wait_for_everyone()
 
     def to_the_end(self, max_minutes: float) -> Trained:
@@ -236,14 +236,11 @@ class Run:
     def _step(self, parts: Any) -> Tensor:
         """One step of the optimiser; the mean loss of this process's parts of it."""
         now, recipe, accelerator = self.now, self.recipe, self.accelerator
-        number = (recipe.seed * 1_000_003 + now.step) % 2**31
-        set_seed(number)  # mixing is the same in every process, what layers drop is not
-        torch.manual_seed(number + 7919 * self.process)
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        for _ in range(recipe.accumulate):
+        for part in range(recipe.accumulate):
             images, labels = next(parts)
+            self._seed(self.process * recipe.accumulate + part)
             with accelerator.accumulate(self.prepared):
-                np.random.seed(number)  # timm mixes by it: each part as the whole batch would be
                 loss = self.objective(self.running, images, labels)
                 accelerator.backward(loss)
                 if recipe.clip_grad and accelerator.sync_gradients:
@@ -257,6 +254,12 @@ class Run:
             self.ema.update(self.model, now.step)
         self.bar.advance()
         return total
+
+    def _seed(self, part: int) -> None:
+        """All that is random in a part of a step by its number: each is mixed as the whole batch, but drops its own."""
+        number = (self.recipe.seed * 1_000_003 + self.now.step) % 2**31
+        set_seed(number)
+        torch.manual_seed(number + 7919 * part)
 
     def _accuracy(self) -> float:
         """Top-1 on the validation images in percent, each process on its share of them."""
