@@ -164,7 +164,7 @@ def test_runs_with_training_are_compared_with_those_without(
     monkeypatch.setattr(module, "training_sets", lambda _: (search, search, embedded.dataset("test")))
     arguments = argparse.Namespace(
         data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=None, search_steps=1,
-        images=512, test_images=50, workers=0, minutes=1.0, device="cpu", json=tmp_path / "rows.json",
+        images=512, test_images=50, workers=0, minutes=0.1, device="cpu", json=tmp_path / "rows.json",
     )  # fmt: skip
     module.run(arguments)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]
@@ -184,8 +184,10 @@ def test_lost_accuracy_that_came_back(load) -> None:
     assert results["budgets"]["50%"]["recovered"] == pytest.approx(0.75)
 
 
-@pytest.mark.slow
-def test_training_speed(load, tmp_path: Path) -> None:
+def test_training_speed(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"img_size": 28, "patch_size": 2, "embed_dim": 8, "num_heads": 1, "depth": 12}
+    narrow = timm.create_model("vit_tiny_patch16_224", num_classes=10, **shape)
+    monkeypatch.setattr(load("training_speed"), "load_model", lambda *_, **__: narrow)
     arguments = argparse.Namespace(
         model="vit_tiny_patch16_224", budgets="0.8", batch_sizes="1", modes="eager", repeats=1, minutes=5.0,
         profile=False, device="cpu", json=tmp_path / "rows.json",

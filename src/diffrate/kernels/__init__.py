@@ -2,8 +2,8 @@
 
 A block takes the fast path (`fast`) on a CUDA device with Triton, when nobody asks for the map from patch to token, and
 for the operators that the kernels know: class attention, pruning before merging, and merging by cost where nothing is
-pruned. In training the reduction also notes where each token went, which is its gradient. All else runs as plain PyTorch, `ranking` and `reduction`, which are what the kernels are
-tested against.
+pruned. All else runs as plain PyTorch, `ranking` and `reduction`, which are what the kernels are tested against. In
+training the reduction also notes where each token went, which is all that its gradient needs.
 
 Attention itself is torch's everywhere (`mixing`): on an H200 cuDNN's with a bias was faster than kernels of our own.
 `using` changes the choice, to measure it.
