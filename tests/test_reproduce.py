@@ -185,8 +185,7 @@ def test_lost_accuracy_that_came_back(load) -> None:
 
 
 def test_training_speed(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"img_size": 28, "patch_size": 2, "embed_dim": 8, "num_heads": 1, "depth": 12}
-    narrow = timm.create_model("vit_tiny_patch16_224", num_classes=10, **shape)
+    narrow = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=28, patch_size=2)
     monkeypatch.setattr(load("training_speed"), "load_model", lambda *_, **__: narrow)
     arguments = argparse.Namespace(
         model="vit_tiny_patch16_224", budgets="0.8", batch_sizes="1", modes="eager", repeats=1, minutes=5.0,

@@ -110,3 +110,76 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.2)
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, sys.argv[1])
+import diffrate
+from conftest import random_vit
+from diffrate.training.checkpoint import Progress, gather_state, load_state, save_state, whole_state
+
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+schedule = diffrate.Schedule([17, 15, 11, 6], [17, 12, 9, 4])
+
+def built(sharded):
+    model = random_vit(patch_size=8)
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block.mlp, mesh=mesh)
+        fast = fully_shard(diffrate.compress(model, schedule), mesh=mesh)
+    else:
+        fast = diffrate.compress(model, schedule)
+    return fast, torch.optim.AdamW(fast.parameters(), lr=1e-2, eps=1e-2, foreach=False)
+
+def step(fast, optimizer, batch):
+    fast(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+alone, parts = built(False), built(True)
+for _ in range(2):
+    step(*alone, images)
+    step(*parts, images[2 * rank : 2 * rank + 2])
+ours = whole_state(parts[0])
+for name, value in alone[0].state_dict().items():
+    torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4)
+state, path = gather_state(parts[0], None, parts[1]), sys.argv[2]
+if rank == 0:
+    from pathlib import Path
+    save_state(Path(path), state, Progress(step=2))
+dist.barrier()
+again = built(True)
+step(*again, images[:2])  # so that it has a state of its own, to be replaced
+assert load_state(path, again[0], None, again[1]).step == 2
+for one in (parts, again):
+    step(*one, images[2 * rank : 2 * rank + 2])
+first, second = whole_state(parts[0]), whole_state(again[0])
+assert all(torch.equal(first[name], second[name]) for name in first)
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_sharded_weights_train_save_and_come_back(tmp_path: Path) -> None:
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    script = [
+        str(tmp_path / "sharded.py"),
+        str(Path(__file__).parents[1]),
+        str(tmp_path / "state.safetensors"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, "--rdzv-endpoint", "localhost:0", *script],
+        capture_output=True, text=True, env=environment(), timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("done") == 2

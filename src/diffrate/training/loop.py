@@ -241,7 +241,8 @@ class Run:
             images, labels = next(parts)
             self._seed(self.process * recipe.accumulate + part)
             with accelerator.accumulate(self.prepared):
-                loss = self.objective(self.running, images, labels)
+                with accelerator.autocast():  # for the teacher: what accelerate prepared has its own
+                    loss = self.objective(self.running, images, labels)
                 accelerator.backward(loss)
                 if recipe.clip_grad and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(self.prepared.parameters(), recipe.clip_grad)
