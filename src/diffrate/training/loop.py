@@ -150,6 +150,12 @@ class Run:
         self.batches = training_batches(dataset, recipe, device, workers)
         self.steps = len(dataset) // recipe.batch_size  # type: ignore[arg-type]
         self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        if self.sharded:
+            plugin = self.accelerator.state.fsdp_plugin
+            if plugin.fsdp_version != 2:
+                raise DiffRateError("of FSDP, training knows version 2 alone: set fsdp_version to 2")
+            # It looks for weights under the names they have in a state, where a compressed model leaves a level out.
+            plugin.cpu_ram_efficient_loading = False
         if self.sharded and recipe.ema_decay:
             raise DiffRateError(
                 "a moving average needs whole weights in every process: with FSDP set ema_decay to 0"
