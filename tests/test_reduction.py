@@ -307,3 +307,19 @@ def test_similarity_keeps_its_precision_under_autocast():
         similarity, _ = most_similar(nearly, base)
     assert similarity.dtype == torch.float32
     assert len(set((1 - similarity).flatten().tolist())) == 5
+
+
+@pytest.mark.parametrize(("prune", "merge"), [(9, 9), (12, 7), (17, 5)])
+def test_gradients_go_back_to_the_tokens_that_stayed_or_joined(prune, merge):
+    x = torch.randn(2, 17, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    importance = torch.rand(2, 16, generator=torch.Generator().manual_seed(1))
+    out = reduce_tokens(start(x, 1, track=True), importance, prune, merge, Operator())
+    given = torch.randn(out.x.shape, generator=torch.Generator().manual_seed(2))
+    out.x.backward(given)
+    for b in range(2):
+        where = [0, *out.patches[b].tolist()]  # of each input token; negative where it was pruned
+        for token, place in enumerate(where):
+            expected = given[b, place] / where.count(place) if place >= 0 else torch.zeros(8)
+            torch.testing.assert_close(x.grad[b, token], expected)
+    if out.size is not None:
+        assert not out.size.requires_grad

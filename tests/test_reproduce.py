@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import time
@@ -66,9 +67,8 @@ def test_every_experiment_saves_its_rows(
     for name in names:
         load(name).run(small)
     load("schedule_comparison").run(small, 3)
-    load("with_training").run(small)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]["tables"]
-    assert list(saved) == [*names, "schedule_comparison", "with_training"]
+    assert list(saved) == [*names, "schedule_comparison"]
     for table in saved.values():
         assert table["paper"]
         for row in table["rows"]:
@@ -149,3 +149,51 @@ def test_the_page_is_what_the_results_say(load, small, tmp_path: Path) -> None:
     assert f"| image-attention | {row['gmacs']:.3f} | {row['top1']:.2f} | {row['points']:+.2f} [" in text
     assert "The paper: random 79.72, " in text
     assert "- the race: better 3, rank_percent 0.3" in text
+
+
+def test_runs_with_training_are_compared_with_those_without(
+    load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def narrow(pretrained: bool = True, **kwargs: object) -> torch.nn.Module:
+        torch.manual_seed(0)
+        shape = {"img_size": 28, "patch_size": 7, "in_chans": 1, "embed_dim": 16, "num_heads": 1, "depth": 4}
+        return timm.create_model("vit_tiny_patch16_224", num_classes=10, **shape, **kwargs)
+
+    module, search = load("with_training"), embedded.dataset("search")
+    monkeypatch.setattr(embedded, "model", narrow)
+    monkeypatch.setattr(module, "training_sets", lambda _: (search, search, embedded.dataset("test")))
+    arguments = argparse.Namespace(
+        data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=None, search_steps=1,
+        images=512, test_images=50, workers=0, minutes=0.1, device="cpu", json=tmp_path / "rows.json",
+    )  # fmt: skip
+    module.run(arguments)
+    saved = json.loads((tmp_path / "rows.json").read_text())["results"]
+    names = ["uncompressed, fine-tuned", "fine-tuned", "fine-tuned", "from scratch", "from scratch"]
+    assert [row["name"] for row in saved["runs"]] == names
+    assert saved["runs"][3]["of_epochs"] == saved["recipes"]["from scratch"]["epochs"] >= 1
+    (budget,) = saved["budgets"].values()
+    tuned = [row["test_accuracy"] for row in saved["runs"][1:3]]
+    assert budget["fine-tuned"]["mean"] == pytest.approx(sum(tuned) / 2)
+    assert budget["gmacs"] == pytest.approx(0.7 * saved["gmacs"], rel=0.1)
+
+
+def test_lost_accuracy_that_came_back(load) -> None:
+    row = {"name": "fine-tuned", "budget": "50%", "test_accuracy": 91.5}
+    results = {"uncompressed": 92.0, "budgets": {"50%": {"without tuning": 90.0}}, "runs": [row]}
+    load("with_training").summarise(results)
+    assert results["budgets"]["50%"]["recovered"] == pytest.approx(0.75)
+
+
+def test_training_speed(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=28, patch_size=2)
+    monkeypatch.setattr(load("training_speed"), "load_model", lambda *_, **__: narrow)
+    arguments = argparse.Namespace(
+        model="vit_tiny_patch16_224", budgets="0.8", batch_sizes="1", modes="eager", repeats=1, minutes=5.0,
+        profile=False, device="cpu", json=tmp_path / "rows.json",
+    )  # fmt: skip
+    load("training_speed").run(arguments)
+    rows = json.loads((tmp_path / "rows.json").read_text())["results"]["rows"]
+    assert [row["name"] for row in rows] == ["uncompressed", "oracle slice", "0.8"]
+    whole, oracle, ours = rows
+    assert ours["of_uncompressed"] == pytest.approx(whole["ms"] / ours["ms"])
+    assert ours["of_oracle"] == pytest.approx(oracle["ms"] / ours["ms"])

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from diffrate import kernels, ranking
 from diffrate.backbones import Backbone, Layout, backbone_of
@@ -79,6 +80,7 @@ class CompressedModel(nn.Module):
         self.operator = checked_operator(operator, self.backbone.layout)
         self.schedule = checked(schedule, self.backbone.layout)
         self.effective = self.schedule.effective  # once: a compiler need not look into it
+        self.grad_checkpointing = False
         self.training = original.training  # train() would also reset layers that are in a mode of their own
         self.register_load_state_dict_pre_hook(_to_inner_keys)
         self.register_state_dict_post_hook(_to_original_keys)
@@ -184,6 +186,10 @@ class CompressedModel(nn.Module):
             intermediates_only=True,
         )
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Training: compute each block again on the way back instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
     @property
     def pretrained_cfg(self) -> Any:
         return getattr(self.original, "pretrained_cfg", {})
@@ -233,7 +239,10 @@ class CompressedModel(nn.Module):
             last = i == schedule.depth - 1 and schedule.merge[i] < tokens.count
             if for_head and last and self.backbone.layout.compresses_last_block:
                 return run_block_for_prefix(self.backbone, i, tokens, self.operator), collected
-            tokens = self._run_block(i, tokens, schedule)
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(self._run_block, i, tokens, schedule, use_reentrant=False)
+            else:
+                tokens = self._run_block(i, tokens, schedule)
             if i in collect:
                 collected.append(tokens)
         return tokens, collected
@@ -315,7 +324,7 @@ def attend_and_rank(
         else:
             mixed = mix(attention, bias)
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
-    with step("ranking"):
+    with step("ranking"), torch.no_grad():  # a choice of tokens has no gradient
         if operator.importance == "image-attention":
             return attended, ranking.image_attention(weights, tokens.prefix)
         return attended, importance_of(attention, bias, tokens, i, operator)

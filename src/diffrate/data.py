@@ -300,6 +300,51 @@ def search_datasets(
     return Transformed(found, augment), Transformed(found, plain)
 
 
+def training_datasets(
+    model: nn.Module,
+    data_dir: str | Path | None = None,
+    dataset: str = "",
+    split: str | None = None,
+    val_split: str | None = None,
+    rand_augment: int = 9,
+    color_jitter: float = 0.3,
+    erasing: float = 0.25,
+    smallest_crop: float = 0.08,
+    img_size: int | tuple[int, int] | None = None,
+    crop_pct: float | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    interpolation: str | None = None,
+    class_map: str | None = None,
+) -> tuple[Any, Any]:
+    """The images of a training, augmented as DeiT does, and those that choose its best epoch, as an evaluation does."""
+    config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
+    shared: dict[str, Any] = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
+    augment = create_transform(
+        is_training=True,
+        scale=(smallest_crop, 1.0),
+        auto_augment=f"rand-m{rand_augment}-mstd0.5-inc1" if rand_augment else None,
+        color_jitter=color_jitter,
+        re_prob=erasing,
+        re_mode="pixel",
+        **shared,
+    )
+    plain = create_transform(
+        is_training=False, crop_pct=config["crop_pct"], crop_mode=config["crop_mode"], **shared
+    )
+    grey = config["input_size"][0] == 1
+    sets = []
+    for name, usual, transform in ((split, TRAIN_SPLITS, augment), (val_split, EVAL_SPLITS, plain)):
+        found = build_dataset(data_dir, dataset, name, class_map, grey=grey, usual=usual)
+        if isinstance(found, IterableDataset):
+            raise DiffRateError(
+                "training reads images in any order, which a stream cannot give: use folders or hfds/"
+            )
+        _check_labels(found, model)
+        sets.append(Transformed(found, transform))
+    return sets[0], sets[1]
+
+
 class Transformed(Dataset[tuple[Any, int]]):
     """Images of a dataset through a transform; several views may share one dataset."""
 

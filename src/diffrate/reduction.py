@@ -1,7 +1,8 @@
 """Removing tokens: rank, prune, merge, and the way back to the full grid (paper 4.1; spec of the block, steps 3-5).
 
 Functions of tensors that know no model. Tokens come out prefix in front, then in order of importance or, with choice
-"cost", of what merging them would have lost.
+"cost", of what merging them would have lost. In training, gradients flow through the features of the tokens that stay
+and join; which ones these are, by what weight they join and the sizes that come of it are choices, and carry none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
     importance  (B, N - prefix) scores of the image tokens.
     prune       tokens kept after pruning, merge tokens kept after merging; both count the prefix.
     """
-    n, prefix = tokens.count, tokens.prefix
+    n, prefix, importance = tokens.count, tokens.prefix, importance.detach()
     if operator.operation == "prune":
         prune = merge
     elif operator.operation == "merge":
@@ -41,7 +42,8 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
             importance = importance.gather(1, order[:, prefix:prune] - prefix)
     if by_cost:
         with step("ranking"):
-            order = rank(merging_loss(tokens.x[:, prefix:], importance, operator.floor), prefix)
+            loss = merging_loss(tokens.x[:, prefix:].detach(), importance, operator.floor)
+            order = rank(loss, prefix)
         with step("merge"):
             tokens, weight = keep_first(tokens, weight, order, prune)
     with step("merge"):
@@ -103,7 +105,8 @@ def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens
     if keep == prefix:
         order = torch.arange(n, device=tokens.x.device).expand(tokens.x.shape[0], -1)
         return keep_first(tokens, weight, order, keep)
-    similarity, target = most_similar(tokens.x[:, keep:], tokens.x[:, prefix:keep])
+    with torch.no_grad():
+        similarity, target = most_similar(tokens.x[:, keep:], tokens.x[:, prefix:keep])
     return join(tokens, weight, keep, similarity, target + prefix)
 
 
@@ -185,7 +188,8 @@ def pruned_destinations(tokens: Tokens, order: Tensor, keep: int) -> Tensor:
     positions = torch.arange(keep, device=order.device).expand(order.shape[0], -1)
     first = tokens.prefix if keep > tokens.prefix else 0
     if keep < order.shape[1]:
-        gone, left = take(tokens.x, order[:, keep:]), take(tokens.x, order[:, first:keep])
+        x = tokens.x.detach()
+        gone, left = take(x, order[:, keep:]), take(x, order[:, first:keep])
         positions = torch.cat([positions, ~(most_similar(gone, left)[1] + first)], dim=1)
     return torch.empty_like(order).scatter(1, order, positions)
 

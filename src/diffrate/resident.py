@@ -4,16 +4,16 @@ Random crops, mirroring and erasing work on a batch at once, without a loop over
 """
 
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from diffrate.embedded import ImageDataset, normalise
+from diffrate.seeding import seeded
 
 
 def is_resident(dataset: Dataset[Any]) -> TypeGuard[ImageDataset]:
@@ -21,41 +21,30 @@ def is_resident(dataset: Dataset[Any]) -> TypeGuard[ImageDataset]:
     return isinstance(dataset, ImageDataset) and dataset.transform is None
 
 
-def in_order(dataset: Dataset[Any], batch_size: int) -> Iterable[Any]:
-    """The images as they are, in batches, for an evaluation."""
-    if not is_resident(dataset):
-        return DataLoader(dataset, batch_size)
-    batches = zip(dataset.images.split(batch_size), dataset.labels.split(batch_size), strict=True)
-    return ((normalise(images[:, None]), labels) for images, labels in batches)
-
-
-class ResidentLoader:
-    """Shuffled, augmented batches on the device; a drop-in for a DataLoader that drops the last, smaller batch."""
+class ResidentImages:
+    """Images and labels on the device, and batches of them, augmented by a seed."""
 
     def __init__(
         self,
         dataset: ImageDataset,
-        batch_size: int,
         device: torch.device | str,
         crop_padding: int = 0,
         erasing: float = 0.0,
         rand_augment: int = 0,
-        seed: int = 0,
     ) -> None:
         self.images, self.labels = dataset.images[:, None].to(device), dataset.labels.to(device)
-        self.batch_size, self.crop_padding, self.erasing = batch_size, crop_padding, erasing
+        self.crop_padding, self.erasing = crop_padding, erasing
         self.rand_augment = v2.RandAugment(magnitude=rand_augment) if rand_augment else None
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device)
 
-    def __len__(self) -> int:
-        return len(self.images) // self.batch_size
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.randperm(len(self.images), generator=self.generator, device=self.images.device)
-        for index in order[: len(self) * self.batch_size].view(len(self), -1):
-            images = crop_and_flip(self.images[index], self.crop_padding, self.generator)
-            images = normalise(self.rand_augment(images) if self.rand_augment else images)
-            yield erase(images, self.erasing, self.generator), self.labels[index]
+    def augmented(self, index: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """The images of an index (B,), normalised, and their labels: the same for the same seed."""
+        self.generator.manual_seed(seed)
+        images = crop_and_flip(self.images[index], self.crop_padding, self.generator)
+        if self.rand_augment is not None:
+            with seeded(seed % 2**31):  # it draws from the generator that all share
+                images = self.rand_augment(images)
+        return erase(normalise(images), self.erasing, self.generator), self.labels[index]
 
 
 def crop_and_flip(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:

@@ -96,7 +96,6 @@ def test_inference_mode_and_mean_pooling(images, calls):
 
 def test_what_the_kernels_do_not_do_runs_plainly(model, images, calls):
     fast = diffrate.compress(model, SCHEDULE)
-    fast(images).sum().backward()  # gradients
     with torch.no_grad():
         fast(images, return_tokens=True)  # patch maps
         diffrate.compress(model, SCHEDULE, operation="merge-prune")(images)
@@ -107,6 +106,20 @@ def test_what_the_kernels_do_not_do_runs_plainly(model, images, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("changes", [{}, {"mean": "size"}, SEARCHED])
+def test_gradients_are_those_of_the_plain_path(model, images, calls, changes):
+    fast = diffrate.compress(model, Schedule([17, 15, 11, 6], [17, 12, 9, 3]), **changes)
+    found = {}
+    for path in ("auto", "plain"):
+        model.zero_grad()
+        with kernels.using(path):
+            fast(images).square().sum().backward()
+        found[path] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        assert len(calls) == 2  # blocks 1 and 2; block 3 runs for the class token alone
+    for name, gradient in found["plain"].items():
+        torch.testing.assert_close(found["auto"][name], gradient, rtol=2e-3, atol=2e-3, msg=name)
+
+
 @pytest.mark.parametrize(
     ("tokens", "operator", "expected"),
     [
@@ -114,7 +127,7 @@ def test_what_the_kernels_do_not_do_runs_plainly(model, images, calls):
         (start(torch.zeros(1, 9, 32), 1, track=True), CLASS, False),
         (start(torch.zeros(1, 2000, 32), 1, track=False), CLASS, False),
         (Tokens(torch.zeros(1, 9, 32, dtype=torch.float64), 1), CLASS, False),
-        (Tokens(torch.zeros(1, 9, 32, requires_grad=True), 1), CLASS, False),
+        (Tokens(torch.zeros(1, 9, 32, requires_grad=True), 1), CLASS, True),
         (start(torch.zeros(1, 9, 32), 1, track=False), Operator(importance="random"), False),
     ],
 )

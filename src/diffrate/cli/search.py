@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from accelerate import Accelerator
 from timm.data import Mixup
 
 from diffrate.cli import costs as c
 from diffrate.cli import options as o
+from diffrate.cli.accelerators import start_accelerator, start_tracker
 from diffrate.cli.output import counts, note, save_json, show_table
 from diffrate.costs.base import METRICS
 from diffrate.data import preprocessing, search_datasets
@@ -110,7 +109,7 @@ def search_command(
     if recipe not in RECIPES:
         raise DiffRateError(f"--recipe is {' or '.join(RECIPES)}, not {recipe!r}")
     where = resolve_device(device)
-    accelerator = _accelerator(where, amp, amp_dtype, tracker, output)
+    accelerator = start_accelerator(where, _precision(where, amp, amp_dtype), tracker, output)
     size = None if img_size is None else o.read_size(img_size)
     kwargs = o.read_kwargs(model_kwargs)
     if recipe == "paper":
@@ -131,12 +130,7 @@ def search_command(
         "data_dir": None if data_dir is None else str(data_dir), "dataset": dataset, "split": split,
         "preprocessing": preprocessing(whole, size, crop_pct, mean, std, interpolation),
     }  # fmt: skip
-    if tracker:
-        accelerator.init_trackers(
-            "diffrate", {"model": model, "budget": budget, "recipe": recipe, "seed": seed}
-        )
-        if not accelerator.trackers:
-            raise DiffRateError(f"the tracker {tracker} is not installed")
+    start_tracker(accelerator, tracker, {"model": model, "budget": budget, "recipe": recipe, "seed": seed})
     result = search(
         whole, data, budget, recipe=recipe, costs=costs, steps=steps, batch_size=batch_size, held_out=held_out,
         mix=mix, seed=seed, workers=workers, accelerator=accelerator, output=output, resume=resume, name=model,
@@ -153,24 +147,12 @@ def search_command(
         )
 
 
-def _accelerator(
-    device: torch.device, amp: bool | None, amp_dtype: str, tracker: str | None, output: Path
-) -> Accelerator:
+def _precision(device: torch.device, amp: bool | None, amp_dtype: str) -> str:
     names = {"float16": "fp16", "bfloat16": "bf16"}
     if amp_dtype not in names:
         raise DiffRateError(f"--amp-dtype must be one of {', '.join(names)}, not {amp_dtype!r}")
     mixed = device.type != "cpu" if amp is None else amp
-    if device.index is not None:
-        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", str(device))
-    try:
-        return Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision=names[amp_dtype] if mixed else "no",
-            log_with=tracker,
-            project_dir=str(output),
-        )
-    except ValueError as error:
-        raise DiffRateError(f"cannot start: {error}") from error
+    return names[amp_dtype] if mixed else "no"
 
 
 def _show(result: SearchResult, output: Path) -> None:

@@ -24,7 +24,7 @@ from diffrate.errors import DiffRateError
 from diffrate.results import check_target, write_results
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import parse_budgets
-from diffrate.train import save_weights
+from diffrate.training.checkpoint import save_weights
 
 app = typer.Typer(no_args_is_help=True, help="Train and evaluate segmentation models, whole and compressed.")
 DEFAULT = SegmentationRecipe()

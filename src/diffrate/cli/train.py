@@ -1,105 +1,263 @@
-"""`diffrate train`: make the embedded model's weights from Fashion-MNIST."""
+"""`diffrate finetune` and `diffrate train`: a model under a schedule, tuned or from scratch, by one trainer."""
+
+from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 from accelerate.utils import set_seed
+from torch import nn
 
+import diffrate
 from diffrate import embedded
+from diffrate.cli import options as o
+from diffrate.cli.accelerators import start_accelerator, start_tracker
+from diffrate.cli.output import note, show_effective
+from diffrate.cli.recipe import with_recipe
+from diffrate.data import training_datasets
+from diffrate.devices import resolve_device
 from diffrate.embedded.build import DEBIAN, HELD_OUT, training_sets
-from diffrate.errors import DiffRateError
+from diffrate.models import load_model
 from diffrate.results import check_target, write_results
-from diffrate.train import Recipe, accuracy, train
+from diffrate.schedule import Schedule
+from diffrate.training import DEIT, EMBEDDED, FINETUNE, Recipe, Trained, accuracy, finetune, train
 
-DEFAULT = Recipe()
-HELP = {field.name: field.metadata["help"] for field in fields(Recipe)}
+EMBEDDED_NAME = "embedded"
+DROP_PATH = 0.05  # of the embedded model
+TRAINING = "Training"
+
+ModelName = Annotated[
+    str,
+    typer.Option("--model", help="timm model name; the embedded ViT without it.", rich_help_panel=o.MODEL),
+]
+DropPath = Annotated[
+    float | None,
+    typer.Option(help="Share of the residual branches dropped in the last block.", rich_help_panel=o.MODEL),
+]
+Output = Annotated[
+    Path,
+    typer.Option(help="Folder for weights, state and metrics.json.", rich_help_panel=TRAINING),
+]
+ValSplit = Annotated[
+    str | None,
+    typer.Option(help="Subfolder, or split, that chooses the best epoch.", rich_help_panel=o.DATA),
+]
+HeldOut = Annotated[
+    int,
+    typer.Option(
+        help="Embedded model: training images kept apart to choose the best epoch.", rich_help_panel=o.DATA
+    ),
+]
+MaxMinutes = Annotated[
+    float, typer.Option(help="Stop before the epoch that would take longer.", rich_help_panel=TRAINING)
+]
+SaveMinutes = Annotated[
+    float, typer.Option(help="Save the state so often, beside every epoch.", rich_help_panel=TRAINING)
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with the training in the output folder.", rich_help_panel=TRAINING),
+]
+Tracker = Annotated[
+    str | None,
+    typer.Option(help="An accelerate tracker, such as tensorboard or wandb.", rich_help_panel=TRAINING),
+]
 
 
-def _help(name: str) -> Any:
-    return typer.Option(help=HELP[name])
+class Job(NamedTuple):
+    """What both commands read from their flags."""
+
+    model: nn.Module
+    schedule: Schedule | None
+    training: Any
+    validation: Any
+    test: Any  # only the embedded model's images have one
+    recipe: Recipe
+    options: dict[str, Any]  # of `train`
 
 
+@with_recipe(FINETUNE)
+def finetune_command(
+    context: typer.Context,
+    schedule: Annotated[
+        str, typer.Option(help="A schedule file, or published:GMACS.", rich_help_panel=o.SCHEDULE)
+    ],
+    output: Output,
+    changes: dict[str, Any],
+    model: ModelName = EMBEDDED_NAME,
+    checkpoint: o.Checkpoint = None,
+    pretrained: o.Pretrained = False,
+    num_classes: o.NumClasses = None,
+    model_kwargs: o.ModelKwargs = None,
+    img_size: o.ImgSize = None,
+    drop_path: DropPath = None,
+    data_dir: o.DataDir = None,
+    dataset: o.DatasetName = "",
+    split: o.Split = None,
+    val_split: ValSplit = None,
+    held_out: HeldOut = HELD_OUT,
+    class_map: o.ClassMap = None,
+    workers: o.Workers = 2,
+    crop_pct: o.CropPct = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    interpolation: o.Interpolation = None,
+    max_minutes: MaxMinutes = float("inf"),
+    save_minutes: SaveMinutes = 10.0,
+    resume: Resume = False,
+    tracker: Tracker = None,
+    device: o.Device = None,
+) -> None:
+    """Tune a model under a schedule, with tokens really dropped; the paper's recipe unless told otherwise.
+
+    Several processes: accelerate launch -m diffrate finetune …, or torchrun --nproc-per-node 8 -m diffrate finetune …
+
+    Example: diffrate finetune --model deit_small_patch16_224 --pretrained --schedule published:2.9 --data-dir imagenet
+    --output runs/deit
+    """
+    job = _read(context, replace(FINETUNE, **changes), True)
+    assert job.schedule is not None
+    trained = finetune(
+        job.model, job.schedule, job.training, job.validation, output, job.recipe, **job.options
+    )
+    _write(context, "finetune", job, trained)
+
+
+@with_recipe(DEIT)
 def train_command(
     context: typer.Context,
-    output: Annotated[Path, typer.Option(help="Folder for weights.safetensors and metrics.json.")],
-    data: Annotated[str, typer.Option(help="Data set; so far fashion-mnist.")] = "fashion-mnist",
-    data_dir: Annotated[Path, typer.Option(help="Folder with its four *-ubyte.gz files.")] = DEBIAN,
-    max_minutes: Annotated[float, typer.Option(help="Stop before the epoch that would take longer.")] = float(
-        "inf"
-    ),
-    held_out: Annotated[
-        int, typer.Option(help="Training images kept apart to choose the best epoch.")
-    ] = HELD_OUT,
-    drop_path: Annotated[
-        float, typer.Option(help="Share of the residual branches dropped in the last block.")
-    ] = 0.05,
-    epochs: Annotated[int, _help("epochs")] = DEFAULT.epochs,
-    batch_size: Annotated[int, _help("batch_size")] = DEFAULT.batch_size,
-    lr: Annotated[float, _help("lr")] = DEFAULT.lr,
-    weight_decay: Annotated[float, _help("weight_decay")] = DEFAULT.weight_decay,
-    warmup_epochs: Annotated[int, _help("warmup_epochs")] = DEFAULT.warmup_epochs,
-    clip_grad: Annotated[float, _help("clip_grad")] = DEFAULT.clip_grad,
-    smoothing: Annotated[float, _help("smoothing")] = DEFAULT.smoothing,
-    mixup: Annotated[float, _help("mixup")] = DEFAULT.mixup,
-    cutmix: Annotated[float, _help("cutmix")] = DEFAULT.cutmix,
-    mix_prob: Annotated[float, _help("mix_prob")] = DEFAULT.mix_prob,
-    rand_augment: Annotated[int, _help("rand_augment")] = DEFAULT.rand_augment,
-    crop_padding: Annotated[int, _help("crop_padding")] = DEFAULT.crop_padding,
-    erasing: Annotated[float, _help("erasing")] = DEFAULT.erasing,
-    ema_decay: Annotated[float, _help("ema_decay")] = DEFAULT.ema_decay,
-    precision: Annotated[str, _help("precision")] = DEFAULT.precision,
-    compile: Annotated[bool, _help("compile")] = DEFAULT.compile,
-    seed: Annotated[int, _help("seed")] = DEFAULT.seed,
+    output: Output,
+    changes: dict[str, Any],
+    model: ModelName = EMBEDDED_NAME,
+    num_classes: o.NumClasses = None,
+    model_kwargs: o.ModelKwargs = None,
+    img_size: o.ImgSize = None,
+    drop_path: DropPath = None,
+    schedule: o.ScheduleText = None,
+    data_dir: o.DataDir = None,
+    dataset: o.DatasetName = "",
+    split: o.Split = None,
+    val_split: ValSplit = None,
+    held_out: HeldOut = HELD_OUT,
+    class_map: o.ClassMap = None,
+    workers: o.Workers = 2,
+    crop_pct: o.CropPct = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    interpolation: o.Interpolation = None,
+    max_minutes: MaxMinutes = float("inf"),
+    save_minutes: SaveMinutes = 10.0,
+    resume: Resume = False,
+    tracker: Tracker = None,
+    device: o.Device = None,
 ) -> None:
-    """Train the embedded vision transformer from scratch; write its weights (fp16) and how they were made.
+    """Train a model from scratch, whole or under a schedule; DeiT's recipe unless told otherwise.
 
-    The defaults are the recipe of the weights that ship: minutes on a GPU, many hours on a CPU.
+    Without --model: the embedded ViT on Fashion-MNIST, with the recipe of the weights that ship (minutes on a GPU,
+    many hours on a CPU); --data-dir then holds the four *-ubyte.gz files.
 
     Example: diffrate train --output runs/fashion --data-dir /usr/share/datasets/fashion-mnist --compile
     """
-    if data != "fashion-mnist":
-        raise DiffRateError(f"there is no data set {data!r} to train on: so far only fashion-mnist")
-    recipe = Recipe(**{name: context.params[name] for name in HELP})
-    check_target(output / "metrics.json")
-    training, validation, test = training_sets(data_dir, held_out)
-    set_seed(seed)
-    model = embedded.model(pretrained=False, drop_path_rate=drop_path)
-    trained = train(model, training, validation, output, recipe, max_minutes)
-    results = {
-        "test_accuracy": accuracy(model, test),
-        "embedded_test_accuracy": accuracy(model, embedded.dataset("test")),
+    job = _read(context, replace(EMBEDDED if model == EMBEDDED_NAME else DEIT, **changes), False)
+    trained_model = job.model if job.schedule is None else diffrate.compress(job.model, job.schedule)
+    trained = train(trained_model, job.training, job.validation, output, job.recipe, **job.options)
+    _write(context, "train", job, trained)
+
+
+def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
+    flags: dict[str, Any] = context.params
+    check_target(flags["output"] / "metrics.json")
+    where = resolve_device(flags["device"])
+    set_seed(recipe.seed)
+    name, test = flags["model"], None
+    if name == EMBEDDED_NAME:
+        drop_path = DROP_PATH if flags["drop_path"] is None else flags["drop_path"]
+        training, validation, test = training_sets(flags["data_dir"] or DEBIAN, flags["held_out"])
+        model: nn.Module = embedded.model(pretrained=tuning, drop_path_rate=drop_path)
+    else:
+        size = None if flags["img_size"] is None else o.read_size(flags["img_size"])
+        kwargs = o.read_kwargs(flags["model_kwargs"])
+        if ":" not in name:  # other libraries do not know timm's word for it
+            kwargs = {"drop_path_rate": 0.1 if flags["drop_path"] is None else flags["drop_path"], **kwargs}
+        model = load_model(
+            name, flags.get("checkpoint"), flags.get("pretrained", False), flags["num_classes"], size, kwargs
+        )
+        same = ("data_dir", "dataset", "split", "val_split", "class_map", "crop_pct", "mean", "std")
+        images = {key: flags[key] for key in (*same, "interpolation")}
+        augmentation = {
+            key: getattr(recipe, key) for key in ("rand_augment", "color_jitter", "erasing", "smallest_crop")
+        }
+        training, validation = training_datasets(model, img_size=size, **images, **augmentation)
+    accelerator = start_accelerator(where, recipe.precision, flags["tracker"], flags["output"])
+    schedule = None if flags["schedule"] is None else o.read_schedule(flags["schedule"], model, name)
+    if schedule is not None and accelerator.is_main_process:
+        show_effective(schedule)
+    if tuning and name != EMBEDDED_NAME and not flags["pretrained"] and flags["checkpoint"] is None:
+        note("neither --checkpoint nor --pretrained was given: the model starts from random weights")
+    names = ("model", "checkpoint", "pretrained", "model_kwargs", "num_classes", "img_size", "drop_path")
+    places = ("data_dir", "dataset", "split", "val_split", "held_out")
+    origin = {key: _plain(flags.get(key)) for key in (*names, *places)}
+    start_tracker(accelerator, flags["tracker"], {"model": name, **asdict(recipe)})
+    options = {
+        "accelerator": accelerator, "workers": flags["workers"], "resume": flags["resume"], "origin": origin,
+        "max_minutes": flags["max_minutes"], "save_minutes": flags["save_minutes"],
+        "dtype": torch.float16 if name == EMBEDDED_NAME else None,
+    }  # fmt: skip
+    return Job(model, schedule, training, validation, test, recipe, options)
+
+
+def _write(context: typer.Context, command: str, job: Job, trained: Trained) -> None:
+    """metrics.json in the output folder: how good the weights are and how they were made."""
+    accelerator, output = job.options["accelerator"], context.params["output"]
+    accelerator.end_training()
+    if not accelerator.is_main_process:
+        return
+    tested = diffrate.compress(job.model, job.schedule)
+    results: dict[str, Any] = {}
+    if job.test is not None:
+        results["test_accuracy"] = accuracy(tested, job.test)
+        results["embedded_test_accuracy"] = accuracy(tested, embedded.dataset("test"))
+    results |= {
         "validation_accuracy": trained.accuracy,
         "best_epoch": trained.epoch,
         "seconds": round(trained.seconds, 1),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "training_images": len(training),
-        "recipe": asdict(recipe) | {"drop_path": drop_path},
+        "processes": accelerator.num_processes,
+        "parameters": sum(p.numel() for p in job.model.parameters()),
+        "training_images": len(job.training),
+        "gmacs": diffrate.gmacs(job.model, job.schedule),
+        "schedule": None if job.schedule is None else job.schedule.to_dict(),
+        "recipe": asdict(job.recipe) | {"drop_path": context.params["drop_path"]},
         "history": trained.history,
     }
-    write_results(output / "metrics.json", _command(context), results, next(model.parameters()).device)
+    write_results(output / "metrics.json", _command(context, command), results, accelerator.device)
+    if job.test is not None:
+        typer.echo(
+            f"{results['test_accuracy']:.2f} % on the {len(job.test):,} test images, "
+            f"{results['embedded_test_accuracy']:.2f} % on the {embedded.SPLITS['test']:,} that ship"
+        )
     typer.echo(
-        f"{results['test_accuracy']:.2f} % on the {len(test):,} test images, "
-        f"{results['embedded_test_accuracy']:.2f} % on the {embedded.SPLITS['test']:,} that ship; "
-        f"best epoch {trained.epoch}; {trained.seconds:.0f} s; {output}"
+        f"{trained.accuracy:.2f} % on the {len(job.validation):,} validation images at "
+        f"{results['gmacs']:.3f} GMACs; best epoch {trained.epoch}; {trained.seconds:.0f} s; {output}"
     )
 
 
-def _command(context: typer.Context) -> str:
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _command(context: typer.Context, command: str) -> str:
     """The command that makes the same weights: what differs from the defaults, wherever the folders are."""
-    words = ["diffrate", "train"]
+    words = ["diffrate", command]
     for parameter in context.command.params:
         value, flag = context.params.get(parameter.name or ""), parameter.opts[0]
         if isinstance(value, Path):
             words += [flag, "DIR"]
-        elif value is True and parameter.default is False:
+        elif value is True and parameter.default is not True:
             words += [flag]
-        elif value != parameter.default:
+        elif value not in (parameter.default, ()):
             words += [flag, str(value)]
     return shlex.join(words)
-
-
-def main() -> None:
-    typer.run(train_command)

@@ -1,9 +1,9 @@
 """The fast twins of ranking and reduction, and the one place that picks them.
 
-A block takes the fast path (`fast`) on a CUDA device with Triton, when nobody asks for a gradient or for the map from
-patch to token, and for the operators that the kernels know: class attention, pruning before merging, and merging by
-cost where nothing is pruned. All else runs as plain PyTorch, `ranking` and `reduction`, which are what the kernels are
-tested against.
+A block takes the fast path (`fast`) on a CUDA device with Triton, when nobody asks for the map from patch to token, and
+for the operators that the kernels know: class attention, pruning before merging, and merging by cost where nothing is
+pruned. In training the reduction also notes where each token went, which is its gradient. All else runs as plain
+PyTorch, `ranking` and `reduction`, which are what the kernels are tested against.
 
 Attention of many images is torch's (`mixing`): on an H200 cuDNN's with a bias was faster than a kernel of our own. For
 few (`FEW_HEADS`) it is ours, which fills the GPU with smaller tiles and hands out the class token's logits on the way;
@@ -63,7 +63,6 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and _path != "plain"
         and (x.is_cuda or INTERPRETED)
         and x.dtype in DTYPES
-        and not (torch.is_grad_enabled() and x.requires_grad)
         and tokens.patches is None
         and tokens.positions is None
         and tokens.count <= MOST_TOKENS
@@ -111,6 +110,7 @@ def attend_and_score(
         mixed, logits = call.attend(q, k, v, size, scale, True)
         return mixed, logits
     mixed = attend(attention, size, key_bias)
+    q, k = q.detach(), k.detach()  # a choice of tokens has no gradient
     with step("ranking"):
         return mixed, call.query_logits(q, k, size, scale, prefix, QUERIES if operator.image_share else 0)
 
@@ -118,7 +118,11 @@ def attend_and_score(
 def _attends(attention: Attention) -> bool:
     """Whether attention is ours."""
     assert attention.bias is None  # models with a bias of every pair have positions, and run plain
-    return attention.dropout == 0 and few(attention.q)
+    return attention.dropout == 0 and few(attention.q) and not _learns(attention.q)
+
+
+def _learns(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def few(q: Tensor) -> bool:
@@ -157,11 +161,15 @@ def reduce_tokens(
         norm = None
     if ranked.stream is not None:
         torch.cuda.current_stream(tokens.x.device).wait_stream(ranked.stream)
-    x, size, log_size, normed = _ops().reduce(
-        tokens.x, ranked.importance, ranked.order, tokens.size, tokens.prefix, prune, merge,
-        operator.mean, joins and operator.choice == "cost", operator.floor,
-        *((norm.weight, norm.bias, norm.eps) if norm is not None else (None, None, 0.0)),
-    )  # fmt: skip
+    x, by_cost = tokens.x, joins and operator.choice == "cost"
+    given = (x, *ranked[:2], tokens.size, tokens.prefix, prune, merge, operator.mean, by_cost, operator.floor)
+    if _learns(x):
+        norm = None
+        x, size, log_size, *_ = torch.ops.diffrate.reduce_mapped(*given)
+        size, log_size = size.detach(), log_size.detach()
+    else:
+        affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+        x, size, log_size, normed = _ops().reduce(*given, *affine)
     sized = joins or tokens.size is not None
     left = replace(tokens, x=x, size=size if sized else None, log_size=log_size if sized else None)
     return left, normed if norm is not None else None
@@ -174,6 +182,7 @@ def _can_norm(norm: nn.LayerNorm, x: Tensor) -> bool:
         and norm.weight is not None
         and norm.bias is not None
         and norm.weight.dtype == x.dtype
+        and not _learns(norm.weight)
         and not torch.is_autocast_enabled(x.device.type)
     )
 

@@ -4,8 +4,10 @@
     diffrate::query_logits  logits of the queries that rank: a few rows, where attention itself is torch's
     diffrate::rank          importance and order of the tokens, from those logits
     diffrate::reduce        match and assemble: tokens in, fewer tokens out, and the norm behind them
+    diffrate::reduce_mapped the same without the norm, and where each token went: from that its gradient is one gather
+    diffrate::spread        that gather
 
-Logits have base 2. None of them has a gradient; `diffrate.kernels` picks them only where none is asked for.
+Logits have base 2. Of gradients there are those of the features; logits and sizes have none, as in `reduction`.
 """
 
 from __future__ import annotations
@@ -154,7 +156,53 @@ def reduce(
 
     Logarithms have the features' type and rows of whole 16 bytes, as attention wants its bias.
     """
+    kept = _kept(x, keep, weight)
+    _reduce(
+        x, importance, order, size, prefix, prune, keep, mean, by_cost, floor, kept, (weight, bias, eps), None
+    )
+    return kept
+
+
+@_on_its_device
+def reduce_mapped(
+    x: Tensor,
+    importance: Tensor,
+    order: Tensor,
+    size: Tensor | None,
+    prefix: int,
+    prune: int,
+    keep: int,
+    mean: str,
+    by_cost: bool,
+    floor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, sizes and their logarithms; (B, N) where each token went, and by what share: 0 for what was pruned."""
+    kept, places = _kept(x, keep, None), _map(x)
+    _reduce(
+        x, importance, order, size, prefix, prune, keep, mean, by_cost, floor, kept, (None, None, 0.0), places
+    )
+    return *kept[:3], *places
+
+
+def _reduce(
+    x: Tensor,
+    importance: Tensor,
+    order: Tensor,
+    size: Tensor | None,
+    prefix: int,
+    prune: int,
+    keep: int,
+    mean: str,
+    by_cost: bool,
+    floor: float,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    norm: tuple[Tensor | None, Tensor | None, float],
+    places: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Fill `kept` and, where they are wanted, the places that tokens went to."""
     x = x.contiguous()
+    out, out_size, log_size, normed = kept
+    weight, bias, eps = norm
     if by_cost:
         with step("ranking"):
             order = rank_by_cost(x, importance, prefix, floor)
@@ -163,20 +211,67 @@ def reduce(
         b, n, c = x.shape
         joining = prune - keep if joins else 0
         similarity, target = match(x, order, prefix, keep, joining)
-        out, out_size, log_size, normed = _kept(x, keep, weight)
+        destination, share = (order, importance) if places is None else places
         whole = b < MANY and joining <= 32 and c <= 1024
         rows = 16 if b < MANY else 32
         count = _tiles(keep, rows)
         if b:
             kernels().assemble_kernel[(count * b,)](
                 x, _or(size, x), importance, order, similarity, target, out, out_size, log_size,
-                _or(weight, x), _or(bias, x), normed,
+                _or(weight, x), _or(bias, x), normed, destination, share,
                 n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
                 HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None, WHOLE=whole,
+                MAPPED=places is not None,
                 BLOCK_T=rows, BLOCK_J=_power_of_two(joining), BLOCK_C=_power_of_two(c) if whole else 128,
                 num_warps=8 if whole or joining > 64 else 4, num_stages=2,
             )  # fmt: skip
-        return out, out_size, log_size, normed
+
+
+def _map(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for where each token went and by what share: nowhere, before a kernel writes it."""
+    return x.new_zeros(x.shape[:2], dtype=torch.int32), x.new_zeros(x.shape[:2], dtype=torch.float32)
+
+
+@_on_its_device
+def spread(gradient: Tensor, destination: Tensor, share: Tensor) -> Tensor:
+    """(B, N, C) gradient of the tokens that a reduction got, from the (B, keep, C) of those that it gave."""
+    gradient = gradient.contiguous()
+    b, keep, c = gradient.shape
+    n = destination.shape[1]
+    out = _spread_output(gradient, destination, share)
+    if b:
+        kernels().spread_kernel[(b * n,)](
+            gradient, destination, share, out, n, c, keep, BLOCK_C=_power_of_two(c), num_warps=4
+        )
+    return out
+
+
+def _spread_output(gradient: Tensor, destination: Tensor, share: Tensor) -> Tensor:
+    b, n = destination.shape
+    return gradient.new_empty((b, n, gradient.shape[2]))
+
+
+def _remember_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[3], output[4])
+
+
+def _spread_back(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return torch.ops.diffrate.spread(gradient, *ctx.saved_tensors), *([None] * 9)
+
+
+def _reduce_mapped_outputs(
+    x: Tensor,
+    importance: Tensor,
+    order: Tensor,
+    size: Tensor | None,
+    prefix: int,
+    prune: int,
+    keep: int,
+    mean: str,
+    by_cost: bool,
+    floor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *_kept(x, keep, None)[:3], *_map(x)
 
 
 def _reduce_outputs(
@@ -283,4 +378,18 @@ _register(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     reduce,
     _reduce_outputs,
+)
+_register(
+    "reduce_mapped(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep, str mean,"
+    " bool by_cost, float floor) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reduce_mapped,
+    _reduce_mapped_outputs,
+)
+_register(
+    "spread(Tensor gradient, Tensor destination, Tensor share) -> Tensor",
+    spread,
+    _spread_output,
+)
+torch.library.register_autograd(
+    "diffrate::reduce_mapped", _spread_back, setup_context=_remember_map, lib=_library
 )

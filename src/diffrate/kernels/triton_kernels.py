@@ -228,15 +228,16 @@ def match_kernel(
 @triton.jit(do_not_specialize=["N", "prefix", "keep", "J", "TILES", "MATCH_TILES"])
 def assemble_kernel(
     X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
+    DESTINATION, SHARE,
     N, C, prefix, keep, J, TILES, MATCH_TILES, log_stride, eps,
     HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
+    MAPPED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
 
     The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance. NORM: also the layer norm
     of what stays, by WEIGHT and BIAS, which the MLP would otherwise read all of it again for. WHOLE: BLOCK_C holds all
-    features of a token.
+    features of a token. MAPPED: for every token that stays or joins, also where it went and by what share.
     """
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
@@ -280,13 +281,22 @@ def assemble_kernel(
         comes = tl.max(pairs.to(tl.int32), 0) > 0  # whose features this tile needs
         grows = tl.max(pairs.to(tl.int32), 1) > 0
         share = tl.where(grows, weight / total, 1.0)
-        given = (given / total[:, None]).to(X.dtype.element_ty)
+        given = given / total[:, None]
+        if MAPPED:
+            tl.store(SHARE + b * N + row, share, mask=t < keep)
+            tl.store(DESTINATION + b * N + j_row, target, mask=comes)
+            tl.store(SHARE + b * N + j_row, tl.sum(given, 0), mask=comes)
+        given = given.to(X.dtype.element_ty)
     elif HAS_SIZE:
         grown = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
     else:
         grown = tl.full([BLOCK_T], 1.0, tl.float32)
     tl.store(OUT_SIZE + b * keep + t, grown, mask=t < keep)
     tl.store(LOG_SIZE + b * log_stride + t, tl.log(grown).to(X.dtype.element_ty), mask=t < keep)
+    if MAPPED:
+        tl.store(DESTINATION + b * N + row, t, mask=t < keep)
+        if not JOINS:
+            tl.store(SHARE + b * N + row, tl.full([BLOCK_T], 1.0, tl.float32), mask=t < keep)
     if WHOLE:  # features stay at hand for the norm
         c = tl.arange(0, BLOCK_C)
         inside = (t[:, None] < keep) & (c[None, :] < C)
@@ -340,3 +350,18 @@ def store_normed(WHERE, unit, WEIGHT, BIAS, c, C, inside):
     weight = tl.load(WEIGHT + c, mask=c < C, other=0.0).to(tl.float32)
     bias = tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)
     tl.store(WHERE, (unit * weight[None, :] + bias[None, :]).to(WHERE.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "keep"])
+def spread_kernel(GRADIENT, DESTINATION, SHARE, OUT, N, C, keep, BLOCK_C: tl.constexpr):
+    """The gradient of one token: that of the token it went into, by its share of it."""
+    row = tl.program_id(0).to(tl.int64)
+    b = row // N
+    place = tl.load(DESTINATION + row)
+    share = tl.load(SHARE + row)
+    c = tl.arange(0, BLOCK_C)
+    gradient = tl.load(GRADIENT + (b * keep + place) * C + c, mask=c < C, other=0.0).to(tl.float32)
+    gradient = tl.where(
+        share > 0.0, gradient * share, 0.0
+    )  # also where what a pruned token points to overflowed
+    tl.store(OUT + row * C + c, gradient.to(GRADIENT.dtype.element_ty), mask=c < C)

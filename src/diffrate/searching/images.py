@@ -6,61 +6,16 @@ would have seen, and two processes together see what one would.
 
 from __future__ import annotations
 
-import functools
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from diffrate.data import UnreadableImageError
 from diffrate.errors import DiffRateError
+from diffrate.seeding import Batch, SeededItems, load_batches, permutation
 
 FEWEST = 16
-
-
-class Batch(NamedTuple):
-    """images (B, C, H, W), labels (B,) or -1, and what could not be read; perhaps no image at all."""
-
-    images: Tensor
-    labels: Tensor
-    unreadable: list[str]
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """All that is random inside is random by `seed` alone (Python's, numpy's and torch's), and nothing outside."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-class SeededItems(Dataset[Any]):
-    """Items of a dataset by (index, seed): the same pair gives the same augmented image, in any process."""
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor | None, int, str]:
-        index, seed = key
-        try:
-            with seeded(seed):
-                item = self.dataset[index]
-        except UnreadableImageError as error:
-            return None, -1, str(error)
-        image, label = item if isinstance(item, tuple | list) else (item, -1)
-        return image, int(label), ""
 
 
 class SearchImages:
@@ -85,7 +40,7 @@ class SearchImages:
         n = len(self.training)
         keys = []
         for position in range(step * batch_size, (step + 1) * batch_size):
-            order = _permutation(self.seed, position // n, n)
+            order = permutation(self.seed, position // n, n)
             keys.append((self.training[order[position % n]], (self.seed * 1_000_003 + position) % 2**31))
         return keys
 
@@ -94,7 +49,7 @@ class SearchImages:
     ) -> Iterator[Batch]:
         """The batches of steps first … last - 1, of which this process gets every `processes`-th image."""
         steps = [self.keys(step, batch_size)[process::processes] for step in range(first, last)]
-        return _load(self.augmented, steps, workers)
+        return load_batches(self.augmented, steps, workers)
 
     def held_out_batches(
         self, batch_size: int, workers: int, process: int = 0, processes: int = 1
@@ -102,24 +57,4 @@ class SearchImages:
         """The held-out images; several processes share each batch, so that together they see what one would."""
         keys = [(index, 0) for index in self.held_out]
         batches = [keys[i : i + batch_size][process::processes] for i in range(0, len(keys), batch_size)]
-        return _load(self.plain, [batch for batch in batches if batch], workers)
-
-
-def _load(dataset: SeededItems, keys: Sequence[list[tuple[int, int]]], workers: int) -> Iterator[Batch]:
-    loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=_collate)
-    return iter(loader)
-
-
-def _collate(items: list[tuple[Tensor | None, int, str]]) -> Batch:
-    images = [image for image, _, _ in items if image is not None]
-    labels = [label for image, label, _ in items if image is not None]
-    unreadable = [reason for _, _, reason in items if reason]
-    return Batch(torch.stack(images) if images else torch.empty(0), torch.tensor(labels), unreadable)
-
-
-@functools.lru_cache(maxsize=8)
-def _permutation(seed: int, epoch: int, n: int) -> list[int]:
-    order: list[int] = torch.randperm(
-        n, generator=torch.Generator().manual_seed(seed * 7919 + epoch + 1)
-    ).tolist()
-    return order
+        return load_batches(self.plain, [batch for batch in batches if batch], workers)

@@ -22,8 +22,9 @@ from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space
 from diffrate.searching.descent import AVERAGED
 from diffrate.searching.held_out import HeldOut
-from diffrate.searching.images import SearchImages, seeded
-from diffrate.searching.report import Progress, RunFolder
+from diffrate.searching.images import SearchImages
+from diffrate.searching.report import Progress, SearchFolder
+from diffrate.seeding import seeded
 
 
 class Course(Protocol):
@@ -91,7 +92,7 @@ class Loop:
         begin: Callable[[Budget, int, Schedule | None], Course],
         check_labels: Callable[[Tensor], None],
         accelerator: Accelerator,
-        folder: RunFolder,
+        folder: SearchFolder,
         bar: Progress,
         workers: int,
         started: float,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich.progress as bars
@@ -14,7 +12,7 @@ from rich.console import Console
 
 from diffrate.costs.base import METRICS
 from diffrate.errors import DiffRateError
-from diffrate.schedule import write_text
+from diffrate.run_folder import RunFolder
 from diffrate.searching.budget import Budget
 
 if TYPE_CHECKING:
@@ -24,11 +22,8 @@ SAVE_SECONDS = 2.0
 T = TypeVar("T")
 
 
-class RunFolder:
-    """config.json, state.json with all that a resumed run needs, and at the end schedules, history.json and kept.png.
-
-    Without a path nothing is written.
-    """
+class SearchFolder(RunFolder):
+    """With state.json, all that a resumed search needs, and at the end schedules, history.json and kept.png."""
 
     def __init__(
         self,
@@ -37,30 +32,12 @@ class RunFolder:
         resume: bool,
         accelerator: Accelerator,
     ) -> None:
-        self.path = None if path is None else Path(path)
-        self.main, self.resume, self.saved = accelerator.is_main_process, resume, time.monotonic()
-        if self.path is None:
-            if resume:
-                raise DiffRateError("there is nothing to resume without an output folder")
-            return
-        known = self._read("config.json")
-        if known is not None and not resume:
-            raise DiffRateError(f"{self.path} already holds a search: resume it, or choose another folder")
-        if resume and known is None:
-            raise DiffRateError(f"{self.path} holds no search to resume")
-        if known is not None:
-            changed = [key for key in config if known.get(key) != json.loads(json.dumps(config[key]))]
-            if changed:
-                raise DiffRateError(
-                    f"the search in {self.path} was started with another {', '.join(changed)}"
-                )
-        accelerator.wait_for_everyone()  # every process has looked before the first one writes
-        if known is None:
-            self._write("config.json", config)
+        super().__init__(path, config, resume, accelerator, "search")
+        self.saved = time.monotonic()
 
     def load_state(self, kind: type[T]) -> T:
         """The saved state of a search that is resumed, otherwise a new one."""
-        values = (self._read("state.json") or {}) if self.resume else {}
+        values = (self.read("state.json") or {}) if self.resume else {}
         try:
             return kind(**values)
         except TypeError as error:
@@ -71,7 +48,7 @@ class RunFolder:
         return self.path is not None and time.monotonic() - self.saved > SAVE_SECONDS
 
     def save_state(self, state: dict[str, Any]) -> None:
-        self._write("state.json", state)
+        self.write("state.json", state)
         self.saved = time.monotonic()
 
     def finish(self, result: SearchResult) -> None:
@@ -84,27 +61,11 @@ class RunFolder:
             single = len(result.schedules) == 1
             file = "schedule.json" if single else f"schedule-{schedule.made['budget'].replace(',', '-')}.json"
             schedule.save(self.path / file)
-        self._write(
+        self.write(
             "history.json",
             {"seconds": result.seconds, "unreadable": result.unreadable, "steps": result.history},
         )
         kept_plot(result.history, self.path / "kept.png")
-
-    def _write(self, name: str, values: dict[str, Any]) -> None:
-        if self.path is not None and self.main:
-            write_text(self.path / name, json.dumps(values) + "\n")
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        assert self.path is not None
-        try:
-            values = json.loads((self.path / name).read_text(encoding="utf-8"))
-            if not isinstance(values, dict):
-                raise ValueError("no object")
-            return values
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise DiffRateError(f"cannot read {self.path / name}: {error}") from error
 
 
 class Progress:

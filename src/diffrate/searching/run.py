@@ -30,7 +30,7 @@ from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.loop import Course, Loop, Settings, Snapshot
 from diffrate.searching.places import best_places
-from diffrate.searching.report import Progress, RunFolder
+from diffrate.searching.report import Progress, SearchFolder
 
 RECIPES = ("fast", "paper")
 # (steps, images a step): what converges, and on a CPU what ends in minutes.
@@ -127,7 +127,7 @@ def search(
         "costs": [cost.describe() for cost in costs], "lambdas": dict(lambdas or {}),
         "precision": accelerator.mixed_precision, "origin": dict(origin or {}),
     }  # fmt: skip
-    folder = RunFolder(output, config, resume, accelerator)
+    folder = SearchFolder(output, config, resume, accelerator)
     with frozen(model), Progress(progress and accelerator.is_main_process) as bar:
         held = HeldOut(model, images, accelerator, settings.batch_size, workers)
 

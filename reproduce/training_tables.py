@@ -1,0 +1,157 @@
+"""Write the tables of docs/training.md and docs/cluster.md from results/, or check that they are up to date.
+
+    python reproduce/training_tables.py            # rewrites what lies between their marks
+    python reproduce/training_tables.py --check    # exits with 1 where that would change something
+
+Speed and expected times come from results/training_speed_*.json, accuracy from results/with_training_*.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+NOT_YET = "*Not measured yet.*"
+IMAGENET = 1_281_167  # training images
+PER_GPU = 128  # images of each step, of the 1,024 that 8 GPUs share in the recipes
+PARAMETERS = {"deit_small_patch16_224": 22_050_664}
+# Bytes a second at which a GPU exchanges gradients, if nothing of it hides behind the backward pass: an assumption.
+INSIDE, BETWEEN = 300e9, 40e9
+EPOCHS = {"fine-tuning, 30 epochs": 30, "from scratch, 300 epochs": 300}
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--check", action="store_true")
+    arguments = flags.parse_args()
+    stale = []
+    for path, text in pages(ROOT / "results").items():
+        if path.read_text(encoding="utf-8") != text:
+            stale.append(path.name)
+            if not arguments.check:
+                path.write_text(text, encoding="utf-8")
+    print("up to date" if not stale else f"{'stale' if arguments.check else 'updated'}: {', '.join(stale)}")
+    sys.exit(1 if stale and arguments.check else 0)
+
+
+def pages(results: Path) -> dict[Path, str]:
+    """The two pages with their tables made anew."""
+    made: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
+        "speed": ("training.md", "training_speed_*.json", speed),
+        "accuracy": ("training.md", "with_training_*.json", accuracy),
+        "times": ("cluster.md", "training_speed_*.json", times),
+    }
+    found: dict[Path, str] = {}
+    for mark, (page, pattern, table) in made.items():
+        path = ROOT / "docs" / page
+        text = found.get(path, path.read_text(encoding="utf-8"))
+        files = sorted(results.glob(pattern))
+        tables = [f"{table(record := json.loads(f.read_text()))}\n\n{origin(record, f.name)}" for f in files]
+        found[path] = rewritten(text, mark, "\n\n".join(tables) or NOT_YET)
+    return found
+
+
+def rewritten(text: str, mark: str, table: str) -> str:
+    start, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    if start not in text or end not in text:
+        raise SystemExit(f"there is no {start} … {end}")
+    between = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
+    return between.sub(lambda _: f"{start}\n\n{table}\n\n{end}", text)
+
+
+def origin(record: dict[str, Any], name: str) -> str:
+    return (
+        f"`{record['command']}`, {record['device']}, torch {record['torch']}, commit {str(record['commit'])[:10]} "
+        f"(`results/{name}`)"
+    )
+
+
+def speed(record: dict[str, Any]) -> str:
+    lines = [
+        "| GMACs | batch | mode | images/s | oracle slice | uncompressed | of oracle | of uncompressed |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    rows = record["results"]["rows"]
+    for row in rows:
+        if row["of_oracle"] is None or row["name"].endswith("plain"):
+            continue
+        same = [r for r in rows if (r["mode"], r["batch_size"]) == (row["mode"], row["batch_size"])]
+        whole = next(r for r in same if r["name"] == "uncompressed")
+        ceiling = row["images_per_second"] / row["of_oracle"]
+        lines.append(
+            f"| {row['gmacs']:.2f} | {row['batch_size']} | {row['mode']} | {row['images_per_second']:,.0f} "
+            f"| {ceiling:,.0f} | {whole['images_per_second']:,.0f} | {row['of_oracle']:.2f} "
+            f"| {row['of_uncompressed']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def accuracy(record: dict[str, Any]) -> str:
+    results = record["results"]
+    lines = [
+        "| MACs | without tuning | fine-tuned | from scratch | recovered |",
+        "|---|---:|---:|---:|---:|",
+        f"| all ({results['gmacs']:.3f} G) | {results['uncompressed']:.2f} | {_control(results)} | | |",
+    ]
+    for name, budget in results["budgets"].items():
+        recovered = f"{budget['recovered']:.0%}" if "recovered" in budget else ""
+        lines.append(
+            f"| {name} ({budget['gmacs']:.3f} G) | {budget['without tuning']:.2f} | {_mean(budget, 'fine-tuned')} "
+            f"| {_mean(budget, 'from scratch')} | {recovered} |"
+        )
+    epochs = {row["name"]: row["epochs"] for row in results["runs"]}
+    words = ", ".join(f"{name} {count}" for name, count in epochs.items())
+    return "\n".join([*lines, "", f"Top-1 % on {results['test_images']:,} test images. Epochs: {words}."])
+
+
+def _control(results: dict[str, Any]) -> str:
+    found = [row["test_accuracy"] for row in results["runs"] if row["name"] == "uncompressed, fine-tuned"]
+    return f"{found[0]:.2f}" if found else ""
+
+
+def _mean(budget: dict[str, Any], kind: str) -> str:
+    if kind not in budget:
+        return ""
+    deviation = budget[kind]["deviation"]
+    return f"{budget[kind]['mean']:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
+def times(record: dict[str, Any]) -> str:
+    """Hours for ImageNet, from the measured steps of one GPU with its share of the batch."""
+    results = record["results"]
+    rows = [
+        row for row in results["rows"]
+        if row["mode"] == "eager" and row["batch_size"] == PER_GPU and not row["name"].startswith("oracle")
+        and not row["name"].endswith("plain")
+    ]  # fmt: skip
+    lines = [
+        f"| {results['model']} | step of {PER_GPU} images | | 1 GPU | 8 GPUs | 4 nodes of 8 |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        for words, epochs in EPOCHS.items():
+            hours = [expected_hours(row["ms"], epochs, gpus, results["model"]) for gpus in (1, 8, 32)]
+            lines.append(
+                f"| {row['gmacs']:.2f} G | {row['ms']:.1f} ms | {words} | "
+                + " | ".join(f"{value:.1f} h" for value in hours)
+                + " |"
+            )
+    return "\n".join(lines)
+
+
+def expected_hours(ms: float, epochs: int, gpus: int, model: str) -> float:
+    """Steps x (the measured step + the exchange of fp32 gradients in a ring, none of it hidden)."""
+    steps = epochs * IMAGENET / (PER_GPU * gpus)
+    bytes_sent = 2 * (gpus - 1) / gpus * 4 * PARAMETERS.get(model, 0)
+    exchange = bytes_sent / (INSIDE if gpus <= 8 else BETWEEN)
+    return steps * (ms / 1000 + exchange) / 3600
+
+
+if __name__ == "__main__":
+    main()

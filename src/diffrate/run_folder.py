@@ -1,0 +1,65 @@
+"""The folder of a long run: what it was asked to do, and whether another run may go on there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from diffrate.errors import DiffRateError
+from diffrate.schedule import write_text
+
+
+class RunFolder:
+    """A folder with config.json. A second run there must say that it resumes, and be asked for the same.
+
+    what  the run in one word, for the sentences that refuse. Without a path nothing is written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        config: dict[str, Any],
+        resume: bool,
+        accelerator: Accelerator,
+        what: str,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self.main, self.resume = accelerator.is_main_process, resume
+        if self.path is None:
+            if resume:
+                raise DiffRateError("there is nothing to resume without an output folder")
+            return
+        known = self.read("config.json")
+        if known is not None and not resume:
+            raise DiffRateError(f"{self.path} already holds a {what}: resume it, or choose another folder")
+        if resume and known is None:
+            raise DiffRateError(f"{self.path} holds no {what} to resume")
+        if known is not None:
+            changed = [key for key in config if known.get(key) != json.loads(json.dumps(config[key]))]
+            if changed:
+                raise DiffRateError(
+                    f"the {what} in {self.path} was started with another {', '.join(changed)}"
+                )
+        accelerator.wait_for_everyone()  # every process has looked before the first one writes
+        if known is None:
+            self.write("config.json", config)
+
+    def write(self, name: str, values: dict[str, Any]) -> None:
+        if self.path is not None and self.main:
+            write_text(self.path / name, json.dumps(values) + "\n")
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        assert self.path is not None
+        try:
+            values = json.loads((self.path / name).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError("no object")
+            return values
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise DiffRateError(f"cannot read {self.path / name}: {error}") from error

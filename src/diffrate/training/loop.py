@@ -1,0 +1,371 @@
+"""`train` and `finetune`: one loop for models with a schedule and without, on one device or on many.
+
+timm gives the optimiser, its schedule, mixing and the moving average; accelerate the devices, precision, gradient
+accumulation, processes and trackers. A model under a schedule trains with tokens really dropped. All that is random in
+a step is random by the step's number, so that `resume` ends in the weights of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from safetensors.torch import load_file
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from diffrate.compressed import CompressedModel, compress
+from diffrate.errors import DiffRateError
+from diffrate.evaluate import evaluate
+from diffrate.models import first_line
+from diffrate.run_folder import RunFolder
+from diffrate.schedule import Schedule
+from diffrate.training.batches import training_batches, validation_batches
+from diffrate.training.checkpoint import (
+    Progress,
+    gather_state,
+    load_state,
+    load_weights,
+    save_state,
+    whole_state,
+    write_tensors,
+)
+from diffrate.training.objective import Objective
+from diffrate.training.recipe import FINETUNE, Recipe
+from diffrate.training.report import Bar
+
+BEST, LAST, STATE = "weights.safetensors", "last.safetensors", "state.safetensors"
+LOG_STEPS = 50  # between two entries of a tracker
+
+
+@dataclass
+class Trained:
+    """What a training returns: where the run got to; the model itself holds the best weights."""
+
+    accuracy: float  # of the best weights on the validation images, in percent
+    epoch: int  # that gave them, from 1
+    seconds: float
+    history: list[dict[str, float]]  # loss, accuracy, learning rate and seconds of every epoch
+
+
+def finetune(
+    model: nn.Module,
+    schedule: Schedule,
+    dataset: Dataset[Any],
+    validation: Dataset[Any],
+    output: str | os.PathLike[str],
+    recipe: Recipe = FINETUNE,
+    **options: Any,
+) -> Trained:
+    """Tune `model`, in place, under a schedule: tokens are dropped as they will be when it serves.
+
+    With `recipe.distillation` the model as it came is the teacher. Other options are those of `train`.
+    """
+    teacher = copy.deepcopy(model) if recipe.distillation else None
+    return train(compress(model, schedule), dataset, validation, output, recipe, teacher=teacher, **options)
+
+
+def train(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    validation: Dataset[Any],
+    output: str | os.PathLike[str],
+    recipe: Recipe | None = None,
+    *,
+    teacher: nn.Module | None = None,
+    accelerator: Accelerator | None = None,
+    workers: int = 0,
+    resume: bool = False,
+    max_minutes: float = math.inf,
+    save_minutes: float = 10.0,
+    dtype: torch.dtype | None = None,
+    origin: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> Trained:
+    """Train a classifier in place and leave it at its best weights, those of `output/weights.safetensors`.
+
+    model       any model that `compress` takes, or a compressed one, which trains under its schedule.
+    dataset     (image, label) pairs, which augment themselves; one that holds its images as a tensor is augmented here.
+    output      folder: the best weights on `validation` (of the moving average where the recipe has one), those of
+                the last epoch in last.safetensors, and in state.safetensors what `resume` goes on from, saved after
+                every epoch and every `save_minutes`.
+    origin      where weights and images come from: a resumed run must have the same.
+    max_minutes when this would run out during the next epoch, training stops before it.
+    dtype       of the best weights on disk; the model's own without it.
+    """
+    run = Run(
+        model, dataset, validation, Path(output), recipe or Recipe(), teacher, accelerator, workers, resume,
+        dict(origin or {}), dtype, save_minutes, progress,
+    )  # fmt: skip
+    return run.to_the_end(max_minutes)
+
+
+def accuracy(model: nn.Module, dataset: Dataset[Any], batch_size: int = 1000, workers: int = 0) -> float:
+    """Top-1 accuracy in percent, on the model's device."""
+    device = next(model.parameters()).device
+    return evaluate(model, validation_batches(dataset, batch_size, workers), device, progress=False).top1
+
+
+class Run:
+    """One training: what is prepared once, and what changes with every step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset[Any],
+        validation: Dataset[Any],
+        output: Path,
+        recipe: Recipe,
+        teacher: nn.Module | None,
+        accelerator: Accelerator | None,
+        workers: int,
+        resume: bool,
+        origin: dict[str, Any],
+        dtype: torch.dtype | None,
+        save_minutes: float,
+        progress: bool,
+    ) -> None:
+        self.begin = self.saved = time.monotonic()
+        self.model, self.validation, self.output, self.recipe = model, validation, output, recipe
+        self.workers, self.dtype, self.save_seconds = workers, dtype, 60 * save_minutes
+        self.accelerator = accelerator or Accelerator(mixed_precision=recipe.precision)
+        self.accelerator.gradient_accumulation_steps = recipe.accumulate
+        self.accelerator.step = 0
+        self.process, self.processes = self.accelerator.process_index, self.accelerator.num_processes
+        recipe.check_parts(self.processes)
+        device = self.accelerator.device
+        self.batches = training_batches(dataset, recipe, device, workers)
+        self.steps = len(dataset) // recipe.batch_size  # type: ignore[arg-type]
+        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        if self.sharded:
+            plugin = self.accelerator.state.fsdp_plugin
+            if plugin.fsdp_version != 2:
+                raise DiffRateError("of FSDP, training knows version 2 alone: set fsdp_version to 2")
+            # It looks for weights under the names they have in a state, where a compressed model leaves a level out.
+            plugin.cpu_ram_efficient_loading = False
+        if self.sharded and recipe.ema_decay:
+            raise DiffRateError(
+                "a moving average needs whole weights in every process: with FSDP set ema_decay to 0"
+            )
+        config = {
+            "recipe": asdict(recipe), "images": len(dataset), "origin": origin,  # type: ignore[arg-type]
+            "schedule": model.schedule.to_dict() if isinstance(model, CompressedModel) else None,
+        }  # fmt: skip
+        optimizer, self.scheduler = _optimizer(model, recipe, self.steps, device)
+        self.folder = RunFolder(output, config, resume, self.accelerator, "training")
+        model.to(device)
+        set_seed(recipe.seed)
+        self.ema = (
+            ModelEmaV3(model, decay=recipe.ema_decay, use_warmup=True, warmup_power=0.75)
+            if recipe.ema_decay
+            else None
+        )
+        if teacher is not None:
+            teacher.to(device).eval().requires_grad_(False)
+        self.objective = Objective(model, recipe, teacher)
+        if recipe.grad_checkpointing:
+            _set_checkpointing(model, True)
+        self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.running: Any = torch.compile(self.prepared) if recipe.compile else self.prepared
+        self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps)
+        self.now = Progress()
+        if resume and (output / STATE).is_file():
+            average = None if self.ema is None else self.ema.module
+            self.now = load_state(output / STATE, model, average, self.optimizer.optimizer)
+            if self.accelerator.scaler is not None and self.now.scaler:
+                self.accelerator.scaler.load_state_dict(self.now.scaler)
+            self.begin -= self.now.seconds
+            self.scheduler.step_update(self.now.step)
+        self.accelerator.wait_for_everyone()
+
+    def to_the_end(self, max_minutes: float) -> Trained:
+        now, last = self.now, self.steps * self.recipe.epochs
+        try:
+            with self.bar, self._clear_end():
+                parts = self.batches.parts(now.step, last, self.process, self.processes)
+                while now.step < last and self._has_time(max_minutes):
+                    self._epoch(parts)
+        finally:
+            # autocast comes off the caller's model
+            self.accelerator.unwrap_model(self.prepared, keep_fp32_wrapper=False)
+            if self.recipe.grad_checkpointing:
+                _set_checkpointing(self.model, False)
+        self.accelerator.wait_for_everyone()
+        load_weights(self.model, load_file(self.output / BEST))
+        self.model.eval()
+        return Trained(now.best, now.best_epoch, now.seconds, now.history)
+
+    def _epoch(self, parts: Any) -> None:
+        now, start = self.now, time.monotonic()
+        device = self.accelerator.device
+        epoch, first = now.step // self.steps + 1, now.step
+        total = torch.tensor(now.loss, dtype=torch.float64, device=device)
+        self.running.train()
+        while now.step < epoch * self.steps:
+            total += self._step(parts)  # read once an epoch: the device never waits for the host
+            if now.step % LOG_STEPS == 0 and self.accelerator.trackers:
+                self.accelerator.log(
+                    {"loss": total.item() / (now.step - (epoch - 1) * self.steps)}, step=now.step
+                )
+            if not self.sharded and time.monotonic() - self.saved > self.save_seconds:
+                now.loss = total.item()
+                self._save()
+        mean = float(self.accelerator.reduce(total, "mean")) / self.steps
+        if not math.isfinite(mean):
+            raise DiffRateError(
+                f"the loss became {mean} in epoch {epoch}; the weights of epoch {now.best_epoch} are kept"
+            )
+        now.loss = 0.0
+        score = self._accuracy()
+        seconds = time.monotonic() - start
+        rate = (now.step - first) * self.recipe.batch_size / seconds
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        now.history.append({"loss": mean, "accuracy": score, "lr": lr, "seconds": seconds})
+        self._keep(score, epoch)
+        self._save()
+        self.accelerator.log({"epoch loss": mean, "accuracy": score, "lr": lr}, step=now.step)
+        self.bar.epoch(epoch, now.history, rate)
+
+    def _step(self, parts: Any) -> Tensor:
+        """One step of the optimiser; the mean loss of this process's parts of it."""
+        now, recipe, accelerator = self.now, self.recipe, self.accelerator
+        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        for part in range(recipe.accumulate):
+            images, labels = next(parts)
+            self._seed(self.process * recipe.accumulate + part)
+            with accelerator.accumulate(self.prepared):
+                with accelerator.autocast():  # for the teacher: what accelerate prepared has its own
+                    loss = self.objective(self.running, images, labels)
+                accelerator.backward(loss)
+                if recipe.clip_grad and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(self.prepared.parameters(), recipe.clip_grad)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            total += loss.detach() / recipe.accumulate
+        now.step += 1
+        self.scheduler.step_update(now.step)
+        if self.ema is not None:
+            self.ema.update(self.model, now.step)
+        self.bar.advance()
+        return total
+
+    def _seed(self, part: int) -> None:
+        """All that is random in a part of a step by its number: each is mixed as the whole batch, but drops its own."""
+        number = (self.recipe.seed * 1_000_003 + self.now.step) % 2**31
+        set_seed(number)
+        torch.manual_seed(number + 7919 * part)
+
+    def _accuracy(self) -> float:
+        """Top-1 on the validation images in percent, each process on its share of them."""
+        batches = validation_batches(
+            self.validation, self.recipe.batch_size, self.workers, self.process, self.processes
+        )
+        tested = self.prepared if self.ema is None else self.ema.module
+        with self.accelerator.autocast():
+            seen = evaluate(tested, batches, self.accelerator.device, progress=False)
+        sums = torch.tensor([seen.top1 * seen.images, seen.images], device=self.accelerator.device)
+        correct, images = self.accelerator.reduce(sums, "sum").tolist()
+        return float(correct / images)
+
+    def _keep(self, score: float, epoch: int) -> None:
+        """The weights of this epoch as the last, and as the best if they are."""
+        kept = whole_state(self.model if self.ema is None else self.ema.module)
+        best = score >= self.now.best
+        if best:
+            self.now.best, self.now.best_epoch = score, epoch
+        if self.accelerator.is_main_process:
+            write_tensors(self.output / LAST, kept)
+            if best:
+                smaller = {k: v.to(self.dtype) if v.is_floating_point() else v for k, v in kept.items()}
+                write_tensors(self.output / BEST, kept if self.dtype is None else smaller)
+
+    def _save(self) -> None:
+        self.now.seconds = time.monotonic() - self.begin
+        scaler = self.accelerator.scaler
+        self.now.scaler = None if scaler is None else scaler.state_dict()
+        if self.sharded or self.accelerator.is_main_process:
+            average = None if self.ema is None else self.ema.module
+            state = gather_state(self.model, average, self.optimizer.optimizer)
+            if self.accelerator.is_main_process:
+                save_state(self.output / STATE, state, self.now)
+        self.saved = time.monotonic()
+
+    def _has_time(self, max_minutes: float) -> bool:
+        """Whether the next epoch still fits; the slowest process decides for all."""
+        if not self.now.history:
+            return True
+        # the first epoch also compiles, so the quickest one tells how long the next will take
+        pace = min(epoch["seconds"] for epoch in self.now.history)
+        late = float(time.monotonic() - self.begin + pace > 60 * max_minutes)
+        return not self.accelerator.reduce(torch.tensor(late, device=self.accelerator.device), "sum").item()
+
+    def _clear_end(self) -> AbstractContextManager[object]:
+        return _LostProcess(self) if self.processes > 1 else nullcontext()
+
+
+class _LostProcess:
+    """Turns the error that a process gets when another one dies into a sentence that says how to go on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        signs = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
+        if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in signs):
+            return
+        state = self.run.output / STATE
+        there = f"--resume goes on from {state}" if state.is_file() else "no state was saved yet"
+        raise DiffRateError(
+            f"another process of this training has ended at step {self.run.now.step} ({first_line(error)}); {there}"
+        ) from error
+
+
+def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.device) -> tuple[Any, Any]:
+    """timm's optimiser and cosine for the model's own parameters; a compressed model shares them."""
+    whole = model.original if isinstance(model, CompressedModel) else model
+    fused: dict[str, Any] = {"fused": True} if recipe.opt == "adamw" and device.type == "cuda" else {}
+    try:
+        optimizer = create_optimizer_v2(
+            whole,
+            recipe.opt,
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            layer_decay=recipe.layer_decay if recipe.layer_decay < 1 else None,
+            **fused,
+        )
+    except (ValueError, AssertionError, AttributeError) as error:
+        raise DiffRateError(f"timm cannot make the optimiser {recipe.opt}: {first_line(error)}") from error
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        num_epochs=recipe.epochs,
+        warmup_epochs=min(recipe.warmup_epochs, recipe.epochs // 2),
+        warmup_lr=recipe.warmup_lr,
+        min_lr=recipe.min_lr,
+        step_on_epochs=False,
+        updates_per_epoch=steps,
+    )
+    scheduler.step_update(0)
+    return optimizer, scheduler
+
+
+def _set_checkpointing(model: nn.Module, on: bool) -> None:
+    switch = getattr(model, "set_grad_checkpointing", None)
+    if switch is None:
+        raise DiffRateError(f"{type(model).__name__} has no gradient checkpointing")
+    switch(on)

@@ -1,0 +1,53 @@
+"""The loss of a batch: on smoothed labels, of mixed images, and near to the answers of a teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from torch import Tensor, nn
+
+from diffrate.outputs import class_count, main_output
+from diffrate.training.recipe import Recipe
+
+
+class Objective:
+    """What a recipe minimises.
+
+    teacher  the model whose answers to the same images count by `recipe.distillation`; in evaluation mode.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None = None) -> None:
+        self.recipe, self.teacher = recipe, teacher
+        self.mix: Any = None
+        self.of_labels: nn.Module = LabelSmoothingCrossEntropy(recipe.smoothing)
+        if recipe.mixes:
+            self.mix = Mixup(
+                mixup_alpha=recipe.mixup,
+                cutmix_alpha=recipe.cutmix,
+                prob=recipe.mix_prob,
+                label_smoothing=recipe.smoothing,
+                num_classes=class_count(model),
+            )
+            self.of_labels = SoftTargetCrossEntropy()
+
+    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        if self.mix is not None:
+            images, labels = self.mix(images, labels)
+        logits = main_output(model(images)).float()
+        loss: Tensor = self.of_labels(logits, labels)
+        weight = self.recipe.distillation
+        if not weight or self.teacher is None:
+            return loss
+        with torch.no_grad():
+            answers = main_output(self.teacher(images)).float()
+        return (1 - weight) * loss + weight * divergence(logits, answers, self.recipe.temperature)
+
+
+def divergence(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
+    """Kullback-Leibler divergence from the teacher's answers, times the temperature's square, as Hinton et al."""
+    student, teacher = (F.log_softmax(each / temperature, dim=-1) for each in (logits, answers))
+    return temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)

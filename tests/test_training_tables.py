@@ -1,0 +1,59 @@
+"""The tables of docs/training.md and docs/cluster.md are those of the results, and their arithmetic is right."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tables():
+    if not (ROOT / "reproduce").is_dir() or not (ROOT / "docs").is_dir():
+        pytest.skip("reproduce/ and docs/ are part of a checkout, not of the package")
+    return runpy.run_path(str(ROOT / "reproduce" / "training_tables.py"))
+
+
+def test_the_documented_tables_are_up_to_date(tables):
+    for path, text in tables["pages"](ROOT / "results").items():
+        assert path.read_text(encoding="utf-8") == text, "run python reproduce/training_tables.py"
+
+
+def test_speed(tables):
+    common = {"mode": "eager", "batch_size": 256}
+    rows = [
+        {**common, "name": "uncompressed", "gmacs": 4.6, "images_per_second": 1000.0, "of_oracle": None},
+        {**common, "name": "oracle slice, 2.9", "gmacs": 2.9, "images_per_second": 1600.0, "of_oracle": None},
+        {**common, "name": "2.9", "gmacs": 2.9, "images_per_second": 1520.0, "of_oracle": 0.95},
+        {**common, "name": "2.9, plain", "gmacs": 2.9, "images_per_second": 1.0, "of_oracle": 0.1},
+    ]
+    for row in rows:
+        row["of_uncompressed"] = row["images_per_second"] / 1000
+    lines = tables["speed"]({"results": {"rows": rows}}).splitlines()
+    assert lines[2:] == ["| 2.90 | 256 | eager | 1,520 | 1,600 | 1,000 | 0.95 | 1.52 |"]
+
+
+def test_expected_hours(tables):
+    hours = tables["expected_hours"]
+    # 30 epochs in steps of 128 images that take 36 ms: 300,273 steps, 3.00 hours
+    assert hours(36.0, 30, 1, "deit_small_patch16_224") == pytest.approx(30 * 1_281_167 / 128 * 0.036 / 3600)
+    # 32 GPUs: a 32nd of the steps, each longer by 2 * 31/32 * 88.2 MB at 40 GB/s = 4.27 ms
+    expected = 30 * 1_281_167 / 4096 * (0.036 + 2 * 31 / 32 * 88_202_656 / 40e9) / 3600
+    assert hours(36.0, 30, 32, "deit_small_patch16_224") == pytest.approx(expected)
+
+
+def test_accuracy(tables):
+    budget = {"gmacs": 0.175, "without tuning": 90.0, "recovered": 0.75}
+    budget["fine-tuned"] = {"mean": 91.5, "deviation": 0.123, "runs": 3}
+    run = {"name": "uncompressed, fine-tuned", "test_accuracy": 92.1, "epochs": 5}
+    results = {
+        "gmacs": 0.35,
+        "uncompressed": 92.0,
+        "test_images": 10_000,
+        "budgets": {"50%": budget},
+        "runs": [run],
+    }
+    text = tables["accuracy"]({"results": results})
+    assert "| all (0.350 G) | 92.00 | 92.10 | | |" in text
+    assert "| 50% (0.175 G) | 90.00 | 91.50 ± 0.12 |  | 75% |" in text

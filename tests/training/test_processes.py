@@ -1,0 +1,190 @@
+"""Two processes on a CPU (gloo) train as one does with the same global batch; one that dies leaves a usable state."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import diffrate
+from conftest import TINY, TINY_FLAGS, Ran, random_vit, write_image
+from diffrate import Schedule
+
+# Without drop path, which each process draws for itself; mixing and augmentation are in.
+FLAGS = [
+    *TINY_FLAGS, "--drop-path", 0, "--batch-size", 8, "--lr", 1e-3, "--precision", "no", "--device", "cpu",
+    "--workers", 0, "--layer-decay", 0.8, "--ema-decay", 0.9, "--distillation", 0.5, "--clip-grad", 1,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen images to train on and six to choose by, a checkpoint and a schedule."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for i in range(22):
+        split = "train" if i < 16 else "val"
+        write_image(folder / split / f"{i % 3:03d}" / f"{i:02d}.png", seed=i)
+    model = random_vit(**TINY)
+    save_file(model.state_dict(), folder / "weights.safetensors")
+    Schedule([17, 14, 10, 6], [17, 12, 8, 4]).save(folder / "schedule.json")
+    return folder
+
+
+def command(inputs: Path, output: Path, epochs: int, *more: object) -> list[str]:
+    flags = ["finetune", "--schedule", inputs / "schedule.json", "--output", output, "--data-dir", inputs]
+    flags += ["--checkpoint", inputs / "weights.safetensors", "--epochs", epochs, *FLAGS, *more]
+    return [str(flag) for flag in flags]
+
+
+def over_two(flags: list[str]) -> list[str]:
+    """The same command in two processes, on a port that is free."""
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    return [sys.executable, "-m", *torchrun, "--rdzv-endpoint", "localhost:0", "-m", "diffrate", *flags]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(diffrate.__file__).parents[1])}
+
+
+def history(output: Path) -> list[dict[str, float]]:
+    return json.loads((output / "metrics.json").read_text())["results"]["history"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(inputs: Path, tmp_path: Path, diffrate_cli: Callable[..., Ran]) -> None:
+    assert diffrate_cli(*command(inputs, tmp_path / "one", 6)).code == 0
+    words = over_two(command(inputs, tmp_path / "two", 6))
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = history(tmp_path / "one"), history(tmp_path / "two")
+    losses = [epoch["loss"] for epoch in one]
+    assert [epoch["loss"] for epoch in two] == pytest.approx(losses, abs=1e-4)
+    assert [epoch["accuracy"] for epoch in two] == [epoch["accuracy"] for epoch in one]
+    assert max(losses) - min(losses) > 1e-2  # a curve, and not a line that anything would match
+    a, b = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
+    for name, value in a.items():
+        if not name.endswith(
+            "qkv.bias"
+        ):  # that of keys has no gradient but rounding, which AdamW makes large
+            torch.testing.assert_close(b[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_job_and_leaves_a_state_to_resume(
+    inputs: Path, tmp_path: Path, diffrate_cli: Callable[..., Ran]
+) -> None:
+    output = tmp_path / "run"
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            over_two(command(inputs, output, 5000)), stdout=log, stderr=subprocess.STDOUT, env=environment()
+        )
+        try:
+            wait_until(lambda: (output / "state.safetensors").is_file() or job.poll() is not None, 300)
+            os.kill(worker(job.pid, rank=1), signal.SIGKILL)
+            assert job.wait(timeout=200) != 0
+        finally:
+            job.kill()
+    text = " ".join((tmp_path / "log").read_text().split())
+    assert "Error: another process of this training has ended at step" in text
+    assert f"--resume goes on from {output / 'state.safetensors'}" in text
+    # What it left is whole: the run goes on from there, here until the time that it is given is over.
+    assert diffrate_cli(*command(inputs, output, 5000, "--resume", "--max-minutes", 0)).code == 0
+    assert len(history(output)) >= 1
+    assert set(load_file(output / "weights.safetensors")) == set(load_file(inputs / "weights.safetensors"))
+
+
+def worker(launcher: int, rank: int) -> int:
+    """The process of that rank among the children of torchrun."""
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"\0RANK={rank}\0" in "\0" + Path(f"/proc/{pid}/environ").read_text():
+            return int(pid)
+    raise AssertionError(f"no worker of rank {rank}")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.2)
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, sys.argv[1])
+import diffrate
+from conftest import random_vit
+from diffrate.training.checkpoint import Progress, gather_state, load_state, save_state, whole_state
+
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+schedule = diffrate.Schedule([17, 15, 11, 6], [17, 12, 9, 4])
+
+def built(sharded):
+    model = random_vit(patch_size=8)
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block.mlp, mesh=mesh)
+        fast = fully_shard(diffrate.compress(model, schedule), mesh=mesh)
+    else:
+        fast = diffrate.compress(model, schedule)
+    return fast, torch.optim.AdamW(fast.parameters(), lr=1e-2, eps=1e-2, foreach=False)
+
+def step(fast, optimizer, batch):
+    fast(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+alone, parts = built(False), built(True)
+for _ in range(2):
+    step(*alone, images)
+    step(*parts, images[2 * rank : 2 * rank + 2])
+    with torch.inference_mode():  # as an evaluation between two epochs
+        parts[0](images)
+ours = whole_state(parts[0])
+for name, value in alone[0].state_dict().items():
+    torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4)
+state, path = gather_state(parts[0], None, parts[1]), sys.argv[2]
+if rank == 0:
+    from pathlib import Path
+    save_state(Path(path), state, Progress(step=2))
+dist.barrier()
+again = built(True)
+step(*again, images[:2])  # so that it has a state of its own, to be replaced
+assert load_state(path, again[0], None, again[1]).step == 2
+for one in (parts, again):
+    step(*one, images[2 * rank : 2 * rank + 2])
+first, second = whole_state(parts[0]), whole_state(again[0])
+assert all(torch.equal(first[name], second[name]) for name in first)
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_sharded_weights_train_save_and_come_back(tmp_path: Path) -> None:
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    script = [
+        str(tmp_path / "sharded.py"),
+        str(Path(__file__).parents[1]),
+        str(tmp_path / "state.safetensors"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, "--rdzv-endpoint", "localhost:0", *script],
+        capture_output=True, text=True, env=environment(), timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("done") == 2
