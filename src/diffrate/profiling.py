@@ -233,6 +233,7 @@ def _removed(backbone: Backbone, i: int, images: Tensor, operator: Operator) -> 
             fewer,
             x=fewer.x[:, :n].contiguous(),
             size=None if fewer.size is None else fewer.size[:, :n].contiguous(),
+            log_size=None,
             patches=None if fewer.patches is None else fewer.patches.clamp(-n, n - 1),
             positions=None if fewer.positions is None else fewer.positions.taken(first),
         )

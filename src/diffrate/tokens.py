@@ -74,7 +74,8 @@ class Tokens:
         """(B, N) log(size) to add to the attention logits of each key (proportional attention), or None."""
         if self.size is None:
             return None
-        return self.size.log() if self.log_size is None else self.log_size
+        known = self.log_size is not None and self.log_size.shape == self.size.shape
+        return self.log_size if known else self.size.log()
 
 
 def rows(tokens: Tokens, chosen: slice) -> Tokens:

@@ -23,7 +23,7 @@ from diffrate.searching.descent import Descent, perturbed
 from diffrate.searching.held_out import HeldOut, divergence, logits_of
 from diffrate.searching.slopes import variant_logits
 
-OPERATOR = Operator(operation="merge", mean="attention", choice="cost", image_share=0.2)
+OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
 FLOOR = 1.0  # the other choice, for models whose class token ignores most of an image: held-out images decide
 SHARE = 0.1  # of a block's tokens, by which its count is changed to measure the slope
 TRAVEL = 80  # tokens of 197 that a count could travel at the first step's length
