@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 from timm.data import Mixup
 from torch import Tensor, nn
@@ -273,3 +275,37 @@ def test_the_best_and_the_last_weights_are_kept(tmp_path: Path) -> None:
     other = diffrate.compress(vit(), SCHEDULE).eval()
     other.load_state_dict(last(tmp_path))
     assert accuracy(other, validation) == scores[-1]
+
+
+class Notebook(GeneralTracker):
+    """A tracker that keeps what it is told."""
+
+    name, requires_logging_directory, main_process_only = "notebook", False, True
+
+    def __init__(self) -> None:
+        super().__init__(_blank=True)
+        self.entries: list[dict[str, float]] = []
+
+    @property
+    def tracker(self) -> list[dict[str, float]]:
+        return self.entries
+
+    def store_init_configuration(self, values: dict[str, object]) -> None:
+        pass
+
+    def log(self, values: dict[str, float], step: int | None = None, **_: object) -> None:
+        self.entries.append({"step": step, **values})
+
+
+def test_trackers_get_the_curves(tmp_path: Path) -> None:
+    notebook = Notebook()
+    accelerator = Accelerator(cpu=True, log_with=[notebook])
+    accelerator.init_trackers("diffrate", {})
+    trained = tune(tmp_path, accelerator=accelerator)
+    assert [entry["step"] for entry in notebook.entries] == [2, 4, 6]
+    for entry, epoch in zip(notebook.entries, trained.history, strict=True):
+        assert (entry["epoch loss"], entry["accuracy"], entry["lr"]) == (
+            epoch["loss"],
+            epoch["accuracy"],
+            epoch["lr"],
+        )
