@@ -110,3 +110,10 @@ def test_training_images_are_augmented_and_validation_images_are_not(folder: Pat
     assert torch.equal(*views)
     with pytest.raises(DiffRateError, match="has no split 'nowhere'"):
         training_datasets(model, folder, split="nowhere")
+
+
+def test_from_scratch_there_is_no_teacher(folder: Path, diffrate_cli: Callable[..., Ran]) -> None:
+    check_refused(
+        diffrate_cli(*flags(folder, "train", "--distillation", 0.5)), "distillation needs a teacher"
+    )
+    assert not (folder / "run").exists()
