@@ -309,3 +309,28 @@ def test_trackers_get_the_curves(tmp_path: Path) -> None:
             epoch["accuracy"],
             epoch["lr"],
         )
+
+
+def test_gradients_of_a_compressed_model_are_finite_differences() -> None:
+    model = vit(0.0).double()
+    # Without sizes in the attention, which carry no gradient; the steps are too small to change a choice of tokens.
+    fast = diffrate.compress(model, SCHEDULE, proportional=False)
+    batch = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fast(batch).square().mean().backward()
+    direction = [
+        torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1))
+        for p in model.parameters()
+    ]
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction, strict=True))
+
+    def loss(far: float) -> float:
+        with torch.no_grad():
+            for parameter, d in zip(model.parameters(), direction, strict=True):
+                parameter.add_(d, alpha=far)
+            value = float(fast(batch).square().mean())
+            for parameter, d in zip(model.parameters(), direction, strict=True):
+                parameter.sub_(d, alpha=far)
+        return value
+
+    assert slope == pytest.approx((loss(1e-7) - loss(-1e-7)) / 2e-7, rel=1e-5)
+    assert abs(slope) > 1e-3
