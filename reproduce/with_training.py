@@ -60,7 +60,7 @@ TUNED, SCRATCH, CONTROL = "fine-tuned", "from scratch", "uncompressed, fine-tune
 LONGEST = 50  # epochs: what the embedded model itself was trained for
 DROP_PATH = 0.05
 # The embedded model's own recipe, from a learning rate at which it changes little by little.
-TUNE = replace(EMBEDDED, epochs=5, lr=2e-4, min_lr=1e-6, warmup_epochs=0, distillation=0.5, ema_decay=0.998)
+TUNE = replace(EMBEDDED, epochs=6, lr=2e-4, min_lr=1e-6, warmup_epochs=1, distillation=0.5, ema_decay=0.998)
 
 
 @dataclass(frozen=True)

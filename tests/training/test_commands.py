@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def test_finetune_and_train_write_weights_that_fit_the_model(
         (["--schedule", "published:0.8"], "no published schedule fits"),
         (["--val-split", "test"], "has no split 'test'"),
         (["--resume"], "holds no training to resume"),
+        pytest.param(
+            ["--tracker", "tensorboard"],
+            "the tracker tensorboard is not installed",
+            marks=[
+                pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed"),
+                pytest.mark.filterwarnings("ignore:.*no supported trackers"),
+            ],
+        ),
         (["--checkpoint", "nowhere.safetensors"], "checkpoint nowhere.safetensors does not exist"),
     ],
 )
@@ -101,3 +110,10 @@ def test_training_images_are_augmented_and_validation_images_are_not(folder: Pat
     assert torch.equal(*views)
     with pytest.raises(DiffRateError, match="has no split 'nowhere'"):
         training_datasets(model, folder, split="nowhere")
+
+
+def test_from_scratch_there_is_no_teacher(folder: Path, diffrate_cli: Callable[..., Ran]) -> None:
+    check_refused(
+        diffrate_cli(*flags(folder, "train", "--distillation", 0.5)), "distillation needs a teacher"
+    )
+    assert not (folder / "run").exists()

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 from timm.data import Mixup
 from torch import Tensor, nn
@@ -273,3 +275,62 @@ def test_the_best_and_the_last_weights_are_kept(tmp_path: Path) -> None:
     other = diffrate.compress(vit(), SCHEDULE).eval()
     other.load_state_dict(last(tmp_path))
     assert accuracy(other, validation) == scores[-1]
+
+
+class Notebook(GeneralTracker):
+    """A tracker that keeps what it is told."""
+
+    name, requires_logging_directory, main_process_only = "notebook", False, True
+
+    def __init__(self) -> None:
+        super().__init__(_blank=True)
+        self.entries: list[dict[str, float]] = []
+
+    @property
+    def tracker(self) -> list[dict[str, float]]:
+        return self.entries
+
+    def store_init_configuration(self, values: dict[str, object]) -> None:
+        pass
+
+    def log(self, values: dict[str, float], step: int | None = None, **_: object) -> None:
+        self.entries.append({"step": step, **values})
+
+
+def test_trackers_get_the_curves(tmp_path: Path) -> None:
+    notebook = Notebook()
+    accelerator = Accelerator(cpu=True, log_with=[notebook])
+    accelerator.init_trackers("diffrate", {})
+    trained = tune(tmp_path, accelerator=accelerator)
+    assert [entry["step"] for entry in notebook.entries] == [2, 4, 6]
+    for entry, epoch in zip(notebook.entries, trained.history, strict=True):
+        assert (entry["epoch loss"], entry["accuracy"], entry["lr"]) == (
+            epoch["loss"],
+            epoch["accuracy"],
+            epoch["lr"],
+        )
+
+
+def test_gradients_of_a_compressed_model_are_finite_differences() -> None:
+    model = vit(0.0).double()
+    # Without sizes in the attention, which carry no gradient; the steps are too small to change a choice of tokens.
+    fast = diffrate.compress(model, SCHEDULE, proportional=False)
+    batch = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fast(batch).square().mean().backward()
+    direction = [
+        torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1))
+        for p in model.parameters()
+    ]
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction, strict=True))
+
+    def loss(far: float) -> float:
+        with torch.no_grad():
+            for parameter, d in zip(model.parameters(), direction, strict=True):
+                parameter.add_(d, alpha=far)
+            value = float(fast(batch).square().mean())
+            for parameter, d in zip(model.parameters(), direction, strict=True):
+                parameter.sub_(d, alpha=far)
+        return value
+
+    assert slope == pytest.approx((loss(1e-7) - loss(-1e-7)) / 2e-7, rel=1e-5)
+    assert abs(slope) > 1e-3

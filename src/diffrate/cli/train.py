@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from torch import nn
 
 import diffrate
@@ -218,7 +218,9 @@ def _write(context: typer.Context, command: str, job: Job, trained: Trained) -> 
         return
     tested = diffrate.compress(job.model, job.schedule)
     results: dict[str, Any] = {}
-    if job.test is not None:
+    if (
+        job.test is not None and accelerator.distributed_type != DistributedType.FSDP
+    ):  # which needs all processes
         results["test_accuracy"] = accuracy(tested, job.test)
         results["embedded_test_accuracy"] = accuracy(tested, embedded.dataset("test"))
     results |= {
@@ -234,7 +236,7 @@ def _write(context: typer.Context, command: str, job: Job, trained: Trained) -> 
         "history": trained.history,
     }
     write_results(output / "metrics.json", _command(context, command), results, accelerator.device)
-    if job.test is not None:
+    if "test_accuracy" in results:
         typer.echo(
             f"{results['test_accuracy']:.2f} % on the {len(job.test):,} test images, "
             f"{results['embedded_test_accuracy']:.2f} % on the {embedded.SPLITS['test']:,} that ship"

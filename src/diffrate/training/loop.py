@@ -98,6 +98,7 @@ def train(
     """Train a classifier in place and leave it at its best weights, those of `output/weights.safetensors`.
 
     model       any model that `compress` takes, or a compressed one, which trains under its schedule.
+    teacher     whose answers count by `recipe.distillation`.
     dataset     (image, label) pairs, which augment themselves; one that holds its images as a tensor is augmented here.
     output      folder: the best weights on `validation` (of the moving average where the recipe has one), those of
                 the last epoch in last.safetensors, and in state.safetensors what `resume` goes on from, saved after
@@ -146,6 +147,10 @@ class Run:
         self.accelerator.step = 0
         self.process, self.processes = self.accelerator.process_index, self.accelerator.num_processes
         recipe.check_parts(self.processes)
+        if recipe.distillation and teacher is None:
+            raise DiffRateError(
+                "distillation needs a teacher: finetune has one, training from scratch does not"
+            )
         device = self.accelerator.device
         self.batches = training_batches(dataset, recipe, device, workers)
         self.steps = len(dataset) // recipe.batch_size  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ class Objective:
         logits = main_output(model(images)).float()
         loss: Tensor = self.of_labels(logits, labels)
         weight = self.recipe.distillation
-        if not weight or self.teacher is None:
+        if self.teacher is None or not weight:
             return loss
         with torch.no_grad():
             answers = main_output(self.teacher(images)).float()
