@@ -8,7 +8,8 @@ cannot be read, which timm would replace by the next one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,44 @@ class Images(Dataset[tuple[Any, int]]):
         return len(self.reader)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        try:
+        with naming(lambda: self.reader.filename(index, absolute=True)):
             file, target = self.reader[index][:2]
             with file, Image.open(file) as opened:
                 image = opened.convert(self.mode)
-        except Exception as error:  # a broken file raises whatever its decoder raises
-            name = self.reader.filename(index, absolute=True)
-            reason = (
-                "not a known image format"
-                if isinstance(error, Image.UnidentifiedImageError)
-                else first_line(error)
-            )
-            raise UnreadableImageError(f"cannot read the image {name}: {reason}") from None
         label = self.class_of.get(target, target) if self.labels else -1
         return (image if self.transform is None else self.transform(image)), label
+
+
+class ImageFiles(Dataset[Any]):
+    """Single image files as an evaluation with these values of `preprocessing` reads them."""
+
+    def __init__(self, files: Sequence[str | Path], config: Mapping[str, Any]) -> None:
+        self.files = [Path(file) for file in files]
+        self.mode = image_mode(config)
+        self.transform = plain_transform(config)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.image(index))
+
+    def image(self, index: int) -> Image.Image:
+        """The file's own pixels; UnreadableImageError where there are none."""
+        with naming(lambda: self.files[index]), Image.open(self.files[index]) as opened:
+            return opened.convert(self.mode)
+
+
+@contextmanager
+def naming(file: Callable[[], object]) -> Iterator[None]:
+    """Say which file it was that could not be read, and why, in one sentence."""
+    try:
+        yield
+    except Exception as error:  # a broken file raises whatever its decoder raises
+        unknown = isinstance(error, Image.UnidentifiedImageError)
+        said = error.strerror if isinstance(error, OSError) else None
+        reason = "not a known image format" if unknown else said or first_line(error)
+        raise UnreadableImageError(f"cannot read the image {file()}: {reason}") from None
 
 
 class WholeStream:
@@ -122,7 +147,7 @@ def build_loader(
         raise DiffRateError("batch size must be at least 1 and workers at least 0")
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     images = build_dataset(
-        data_dir, dataset, split, class_map, labels, batch_size=batch_size, grey=config["input_size"][0] == 1
+        data_dir, dataset, split, class_map, labels, batch_size=batch_size, mode=image_mode(config)
     )
     if labels:
         _check_labels(images, model)
@@ -162,6 +187,19 @@ def preprocessing(
     return config
 
 
+def plain_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
+    """What an evaluation does to an image, from the values of `preprocessing`."""
+    names = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
+    made: Callable[[Image.Image], Any] = create_transform(
+        is_training=False, **{name: config[name] for name in names}
+    )
+    return made
+
+
+def image_mode(config: Mapping[str, Any]) -> str:
+    return "L" if config["input_size"][0] == 1 else "RGB"
+
+
 def build_dataset(
     data_dir: str | Path | None,
     dataset: str = "",
@@ -170,7 +208,7 @@ def build_dataset(
     labels: bool = True,
     *,
     batch_size: int = 1,
-    grey: bool = False,
+    mode: str = "RGB",
     usual: tuple[str, ...] = EVAL_SPLITS,
 ) -> Any:
     """The images behind timm's `--data-dir --dataset --split` flags; `usual` are the splits to look for without one."""
@@ -188,7 +226,7 @@ def build_dataset(
             search_split=False,
             class_map=class_map,  # type: ignore[arg-type]  # timm takes a file's name too
             batch_size=batch_size,
-            input_img_mode="L" if grey else "RGB",
+            input_img_mode=mode,
         )
     except (
         Exception,
@@ -288,11 +326,9 @@ def search_datasets(
         "re_mode": "pixel",
     }
     augment = create_transform(is_training=True, **shared, **(strong if heavy else light))
-    plain = create_transform(
-        is_training=False, crop_pct=config["crop_pct"], crop_mode=config["crop_mode"], **shared
-    )
-    grey = config["input_size"][0] == 1
-    found = build_dataset(data_dir, dataset, split, class_map, labels, grey=grey, usual=TRAIN_SPLITS)
+    plain = plain_transform(config)
+    mode = image_mode(config)
+    found = build_dataset(data_dir, dataset, split, class_map, labels, mode=mode, usual=TRAIN_SPLITS)
     if labels:
         _check_labels(found, model)
     if isinstance(found, IterableDataset):

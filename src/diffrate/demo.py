@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor, nn
 
@@ -23,16 +22,16 @@ from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate_in_turn
 from diffrate.methods import build, settings_of
-from diffrate.pictures import stacked, token_picture
+from diffrate.pictures import quarters, stacked, strip
 from diffrate.results import check_target, write_results
 from diffrate.searching import search
+from diffrate.token_maps import token_maps
 
 BUDGET = "50%"
 IMAGES = 1000  # of the 2,000 test images: what two slow cores manage in a minute
 SEARCH = {"steps": 36, "batch_size": 16, "checks": 4}  # under a minute on two slow cores
 BATCH_SIZE = 50
 PICTURED = 6  # images in the picture
-FADED = 64  # grey of a black pixel in the picture, so that pruned patches are the only black ones
 
 
 @dataclass(frozen=True)
@@ -135,21 +134,11 @@ def _first(count: int) -> tuple[Tensor, Tensor]:
 def _picture(model: nn.Module) -> Image.Image:
     """What the model merges and prunes in a few test images, at each quarter of its depth and before the last block."""
     assert isinstance(model, CompressedModel)
-    backbone = model.backbone
     inputs, labels = _first(PICTURED)
-    inputs = inputs.to(next(model.parameters()).device)
-    with torch.inference_mode():
-        trace = model.trace(inputs)
-    depth = backbone.layout.depth
-    blocks = sorted({max(1, round(depth * share)) for share in (1 / 4, 1 / 2, 3 / 4)} | {depth - 1})
-    strips = []
-    for i, pixels in enumerate(embedded.images("test")[0][:PICTURED]):
-        image = Image.fromarray((FADED + pixels.float() * (255 - FADED) / 255).round().byte().numpy())
-        patches = {block: _patches(trace[block - 1].patches, i) for block in blocks}
-        strips.append(token_picture(image, patches, backbone.grid(inputs), embedded.CLASSES[labels[i]]))
-    return stacked(strips)
-
-
-def _patches(patches: Tensor | None, i: int) -> Tensor:
-    assert patches is not None  # a trace always has them
-    return patches[i]
+    maps = token_maps(model, inputs, (embedded.MEAN,), (embedded.STD,))
+    return stacked(
+        [
+            strip(image, quarters(image.depth), embedded.CLASSES[label])
+            for image, label in zip(maps, labels, strict=True)
+        ]
+    )

@@ -21,6 +21,7 @@ from diffrate.cli import (
     search,
     segment,
     train,
+    visualize,
 )
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
@@ -44,6 +45,7 @@ app.command("methods")(comparison.methods)
 app.command("compare")(comparison.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("train")(train.train_command)
+app.command("visualize")(visualize.visualize_command)
 app.command("demo")(demo.demo)
 app.add_typer(segment.app, name="segment")
 
