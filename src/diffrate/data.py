@@ -53,13 +53,30 @@ class Images(Dataset[tuple[Any, int]]):
         self.labels = labels
         self.class_of = class_indices(self.reader.class_to_idx) if labels else {}
         self.transform: Callable[[Image.Image], Any] | None = None
+        self.chosen: Sequence[int] = range(len(self.reader))
+
+    def spread(self, count: int) -> None:
+        """Be no more than `count` images, evenly spread, so that every class keeps its share."""
+        total = len(self)
+        if count < total:
+            self.chosen = torch.linspace(0, total - 1, count).round().long().tolist()
+
+    def file_name(self, index: int) -> str:
+        return str(self.reader.filename(self.chosen[index], basename=True))
+
+    def class_names(self) -> dict[int, str]:
+        """The folder's name for each class index that has one."""
+        return {
+            self.class_of.get(index, index): str(name) for name, index in self.reader.class_to_idx.items()
+        }
 
     def __len__(self) -> int:
-        return len(self.reader)
+        return len(self.chosen)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        with naming(lambda: self.reader.filename(index, absolute=True)):
-            file, target = self.reader[index][:2]
+        place = self.chosen[index]
+        with naming(lambda: self.reader.filename(place, absolute=True)):
+            file, target = self.reader[place][:2]
             with file, Image.open(file) as opened:
                 image = opened.convert(self.mode)
         label = self.class_of.get(target, target) if self.labels else -1
@@ -96,6 +113,21 @@ def naming(file: Callable[[], object]) -> Iterator[None]:
         said = error.strerror if isinstance(error, OSError) else None
         reason = "not a known image format" if unknown else said or first_line(error)
         raise UnreadableImageError(f"cannot read the image {file()}: {reason}") from None
+
+
+class FirstImages:
+    """A loader that ends after the first `count` images, for datasets that cannot be asked for chosen ones."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self.loader, self.count = loader, count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        left = self.count
+        for images, targets in self.loader:
+            yield images[:left], targets[:left]
+            left -= len(images)
+            if left <= 0:
+                return
 
 
 class WholeStream:
@@ -137,11 +169,13 @@ def build_loader(
     class_map: str | None = None,
     labels: bool = True,
     device: torch.device | str = "cpu",
+    most: int | None = None,
 ) -> Any:
     """An evaluation loader of (images, labels) on `device`, in a fixed order, with the model's own preprocessing.
 
     Folders hold one folder a class. Names that are numbers of one width (`000` … `999`) are the class indices;
     other names are numbered in sorted order. `labels=False` reads any folder of images, flat or nested.
+    `most` limits the images: of folders evenly spread, of other datasets the first.
     """
     if batch_size < 1 or workers < 0:
         raise DiffRateError("batch size must be at least 1 and workers at least 0")
@@ -151,6 +185,8 @@ def build_loader(
     )
     if labels:
         _check_labels(images, model)
+    if most is not None and isinstance(images, Images):
+        images.spread(most)
     loader = create_loader(
         images,
         batch_size=batch_size,
@@ -160,6 +196,8 @@ def build_loader(
         persistent_workers=False,
         **config,
     )
+    if most is not None and not isinstance(images, Images):
+        return FirstImages(loader, most)
     if isinstance(images, IterableDataset):
         return WholeStream(loader, getattr(images.reader, "num_samples", None) or 0)  # type: ignore[attr-defined]
     return loader

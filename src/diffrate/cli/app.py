@@ -17,6 +17,7 @@ from diffrate.cli import (
     evaluation,
     models,
     profile,
+    report,
     schedules,
     search,
     segment,
@@ -46,6 +47,7 @@ app.command("compare")(comparison.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("train")(train.train_command)
 app.command("visualize")(visualize.visualize_command)
+app.command("report")(report.report_command)
 app.command("demo")(demo.demo)
 app.add_typer(segment.app, name="segment")
 
