@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from diffrate.report.html import Html, joined, tag
 from diffrate.schedule import Schedule
 
-LEFT, RIGHT, TOP, BOTTOM = 44, 10, 20, 36  # margins around the plotted area
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 20, 36  # margins around the plotted area
 DIGIT = 7  # pixels of one digit of a label
 
 
@@ -27,6 +27,8 @@ def block_counts(schedule: Schedule) -> list[Counts]:
     running, received, found = schedule.effective, schedule.tokens, []
     for prune, merge in zip(running.prune, running.merge, strict=True):
         pruned = {"prune": received - merge, "merge": 0}.get(schedule.operator.operation, received - prune)
+        if merge == schedule.prefix:  # no image token is left that another could join
+            pruned = received - merge
         found.append(Counts(merge, received - merge - pruned, pruned))
         received = merge
     return found

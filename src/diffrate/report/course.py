@@ -9,7 +9,7 @@ from diffrate.report.html import Html, tag
 from diffrate.report.run import Run
 from diffrate.schedule import Schedule
 
-WIDE, NARROW = 860, 330  # the charts of kept tokens: one for a desk, one for a phone
+WIDE, NARROW = 910, 330  # the charts of kept tokens: one for a desk, one for a phone
 SHADES = 12  # lines that show how the schedule changed
 
 

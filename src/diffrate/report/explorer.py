@@ -7,6 +7,7 @@ from typing import Any
 
 from diffrate.report.charts import share_mark
 from diffrate.report.html import Html, data, joined, tag
+from diffrate.report.words import percent, signed
 
 LISTED = 10  # classes
 
@@ -89,8 +90,8 @@ def changed_classes(classes: Sequence[Mapping[str, Any]]) -> Html:
         words = f"{c['before']} → {c['after']} of {c['images']}"
         cells = [
             [share_mark(before, after, words), tag("span", words, class_="number")],
-            f"{100 * (after - before):+.0f} points",
-            f"{c['loss_rise']:+.3f}",
+            f"{signed(100 * (after - before), 0)} points",
+            signed(c["loss_rise"], 3),
         ]
         rows.append(
             tag(
@@ -124,7 +125,7 @@ def _card(i: int, picture: Mapping[str, Any]) -> Html:
             "div",
             tag("strong", picture["label"]),
             tag("dl", _answer("before", picture["before"]), _answer("after", picture["after"])),
-            tag("small", f"loss {rise:+.2f}"),
+            tag("small", f"loss {signed(rise, 2)}"),
             tag("button", "Explore", type="button", data_picture=i, aria_label=f"Explore {picture['name']}"),
         ),
     )
@@ -132,5 +133,5 @@ def _card(i: int, picture: Mapping[str, Any]) -> Html:
 
 def _answer(when: str, answer: Mapping[str, Any]) -> Html:
     style = "right" if answer["correct"] else "wrong"
-    words = f"{answer['class']} {answer['share']:.0%}"
+    words = f"{answer['class']} {percent(answer['share'])}"
     return joined(tag("dt", when), tag("dd", words, class_=style))

@@ -31,7 +31,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Html:
 
 def joined(*children: Any) -> Html:
     """Children one after the other."""
-    text = []
+    text: list[str] = []
     for child in children:
         if isinstance(child, list | tuple):
             text.append(joined(*child))

@@ -180,6 +180,7 @@
       layers.shade.setAttribute("d", "");
       layers.picked.setAttribute("d", "");
       text("strong", "No patch chosen", patchInfo);
+      text("p", "Point at one to see what it became.", patchInfo);
       return;
     }
     const b = block();
@@ -206,7 +207,7 @@
     const sizes = picture.blocks.map((_, i) => (tokenAt(i + 1, patch) === PRUNED ? 0 : membersAt(i + 1, patch).length));
     const most = Math.max(...sizes, 1);
     const [tall, wide] = [54, 240 / sizes.length];
-    text("p", "Patches in its token, block by block", life);
+    text("p", "Patches in its token, block by block (×: pruned)", life);
     const svg = make("svg", { viewBox: `0 0 240 ${tall + 24}`, "aria-hidden": "true" }, life);
     sizes.forEach((size, i) => {
       const high = size ? Math.max(2, (size / most) * tall) : 0;
@@ -226,7 +227,8 @@
   });
   stage.addEventListener("pointerleave", () => { hovered = null; pick(); });
   stage.addEventListener("click", (event) => { const patch = patchOf(event); if (patch !== null) hold(patch); });
-  stage.addEventListener("focusin", (event) => {
+  // On the parent: an <svg> that listens for focus becomes a stop of the tab key itself.
+  stage.parentElement.addEventListener("focusin", (event) => {
     const patch = patchOf(event);
     if (patch !== null && patch !== held) { held = patch; pick(); }
   });

@@ -142,38 +142,28 @@ def _search(run: Run) -> Html:
             f"{run.seconds:.0f} seconds" + (f" on {images:,} images" if isinstance(images, int) else "")
         )
     if run.unreadable:
-        words.append(f"{len(run.unreadable)} images could not be read")
+        words.append(f"{len(run.unreadable)} image{'s' * (len(run.unreadable) > 1)} could not be read")
     return joined(shown, tag("p", "; ".join(words) + ".", class_="hint") if words else None)
 
 
 def _made(run: Run, results: Mapping[str, Any], command: str) -> Html:
-    steps = [
-        ("The search", run.made),
-        ("The measurements", run.measured if results else {}),
-        ("This page", origin(command)),
-    ]
+    steps = {
+        "Search": run.made,
+        "Measurements": run.measured if results else {},
+        "This page": origin(command),
+    }
     parts = []
-    for name, made in steps:
+    for name, made in steps.items():
         if not made:
-            parts.append(joined(tag("h3", name), tag("p", "The folder does not say.", class_="absent")))
+            parts.append([tag("h3", name), tag("p", "The folder does not say.", class_="absent")])
             continue
-        facts = [(key, made[key]) for key in ("date", "diffrate", "commit", "torch", "timm", "python", "device")
-                 if made.get(key)]  # fmt: skip
+        text = tag("code", made.get("command", ""))
         parts.append(
-            joined(
+            [
                 tag("h3", name),
-                tag(
-                    "pre",
-                    tag("code", made.get("command", "")),
-                    tabindex=0,
-                    aria_label=f"Command of {name.lower()}",
-                ),
-                tag(
-                    "dl",
-                    [joined(tag("dt", key), tag("dd", value)) for key, value in facts],
-                    class_="facts-list",
-                ),
-            )
+                tag("pre", text, tabindex=0, role="group", aria_label=f"Command: {name}"),
+                tag("p", _versions(made), class_="versions"),
+            ]
         )
     settings = {**run.config, **({"asked": results["asked"]} if results.get("asked") else {})}
     rows = [
@@ -181,8 +171,25 @@ def _made(run: Run, results: Mapping[str, Any], command: str) -> Html:
     ]
     if rows:
         table = tag("table", tag("tbody", rows), class_="numbers settings")
-        parts.append(tag("details", tag("summary", "Settings"), table))
+        parts.append([tag("details", tag("summary", "Settings"), table)])
     return joined(parts)
+
+
+def _versions(made: Mapping[str, Any]) -> str:
+    """When, with which code and libraries, and where, on one line."""
+    commit = made.get("commit")
+    known = {
+        "": str(made.get("date") or "").replace("T", " ").replace("+00:00", " UTC"),
+        "diffrate": made.get("diffrate"),
+        "commit": f"{str(commit)[:10]}{' with changes' if str(commit).endswith('-dirty') else ''}"
+        if commit
+        else None,
+        "Python": made.get("python"),
+        "torch": made.get("torch"),
+        "timm": made.get("timm"),
+        "on": made.get("device"),
+    }
+    return " · ".join(f"{name} {value}".strip() for name, value in known.items() if value)
 
 
 def _plain(value: Any) -> str:

@@ -10,36 +10,33 @@ from diffrate.report.charts import interval_mark
 from diffrate.report.html import Html, tag
 from diffrate.report.measured import SEARCHED, WHOLE
 from diffrate.report.run import Run
+from diffrate.report.words import THIN, TIMES, TOP1, interval, percent, signed
 
-TIMES = "\u00d7"
-MINUS = "\u2212"
 NAMES = {"tome": "ToMe", "evit": "EViT", "ats": "ATS", "atm": "ATM", "tofu": "ToFu"}
 
 
 def sentence(run: Run, results: Mapping[str, Any]) -> str:
     """What came out, for somebody who reads no further."""
-    name = run.model or "The model"
-    after = run.schedule.cost.get("gmacs")
-    before = _whole_gmacs(run, results)
-    cost = "with fewer tokens"
+    name = run.model or "the model"
+    after, before = run.schedule.cost.get("gmacs"), _whole_gmacs(run, results)
+    cost = "With fewer tokens"
     if after and before:
-        cost = f"at {after / before:.0%} of its cost ({before:.3g} → {after:.3g} GMACs)"
+        cost = f"At {percent(after / before)} of its cost ({before:.3g} → {after:.3g} GMACs)"
     elif after:
-        cost = f"at {after:.3g} GMACs"
+        cost = f"At {after:.3g} GMACs"
     if not results:
-        return f"{name} can run {cost}; what that does to accuracy and speed was not measured."
+        return f"{cost}, {name} still has to show its accuracy and speed: nothing was measured yet."
     found, _ = found_and_whole(results)
-    points = found["comparison"]["top1_difference"]
-    low, high = found["comparison"]["top1_interval"]
+    versus = found["comparison"]
+    points = versus["top1_difference"]
     than = (
-        "as often right as"
-        if abs(points) < 0.05
-        else f"{abs(points):.1f} points {'below' if points < 0 else 'above'}"
+        f"{abs(points):.1f} points {'below' if points < 0 else 'above'}"
+        if abs(points) >= 0.05
+        else "level with"
     )
-    sure = f"95 % interval {low:+.1f} to {high:+.1f}"
     return (
-        f"{name} runs {found['speedup']:.2f} times as fast {cost} and scores {found['top1']:.1f} % top-1, "
-        f"{than} the uncompressed model ({sure})."
+        f"{cost}, {name} scores {percent(found['top1'] / 100, 1)} {TOP1}, {than} the uncompressed model "
+        f"(95{THIN}% interval {interval(versus['top1_interval'])}), and runs {found['speedup']:.2f} times as fast."
     )
 
 
@@ -58,41 +55,40 @@ def tiles(run: Run, results: Mapping[str, Any]) -> Html:
     before, after = _whole_gmacs(run, results), run.schedule.cost.get("gmacs")
     cells = []
     if before and after:
-        cells.append(_tile(f"{after / before - 1:+.0%}", "MACs", f"{before:.3g} → {after:.3g} GMACs"))
+        cells.append(
+            _tile(
+                signed(100 * (after / before - 1), 0) + f"{THIN}%",
+                "MACs",
+                f"{before:.3g} → {after:.3g} GMACs",
+            )
+        )
     if results:
         found, whole = found_and_whole(results)
-        points = found["comparison"]["top1_difference"]
-        low, high = found["comparison"]["top1_interval"]
-        cells.append(_tile(f"{points:+.1f}", "points of top-1", f"95 % interval {low:+.1f} to {high:+.1f}"))
+        versus = found["comparison"]
+        sure = f"95{THIN}% interval {interval(versus['top1_interval'])}"
+        cells.append(_tile(signed(versus["top1_difference"]), f"points of {TOP1}", sure))
         speeds = f"{whole['images_per_second']:.0f} → {found['images_per_second']:.0f} images/s"
         cells.append(_tile(f"{found['speedup']:.2f}{TIMES}", "speed", speeds))
     kept, tokens = run.schedule.effective.merge, run.schedule.tokens
     share = sum(kept) / (tokens * len(kept))
-    cells.append(
-        _tile(f"{share:.0%}", "of tokens on average", f"{tokens} → {kept[-1]} over {len(kept)} blocks")
-    )
+    cells.append(_tile(percent(share), "of tokens", f"mean of {len(kept)} blocks, {tokens} → {kept[-1]}"))
     return tag("ul", cells, class_="tiles", aria_label="The result in numbers")
 
 
 def _tile(number: str, unit: str, detail: str) -> Html:
-    return tag(
-        "li",
-        tag("strong", number.replace("-", MINUS)),
-        tag("span", unit, class_="unit"),
-        tag("small", detail),
-    )
+    return tag("li", tag("strong", number), tag("span", unit, class_="unit"), tag("small", detail))
 
 
 def comparison(results: Mapping[str, Any]) -> Html:
     """Every model on the same images, with what differs from the uncompressed one."""
     rows: Sequence[dict[str, Any]] = results["models"]
-    ends = [end for row in rows[1:] for end in row["comparison"]["top1_interval"]]
-    low, high = min([-0.5, *ends]), max([0.5, *ends])
+    all_ends = [end for row in rows[1:] for end in row["comparison"]["top1_interval"]]
+    low, high = min([-0.5, *all_ends]), max([0.5, *all_ends])
     fastest = max(row["images_per_second"] for row in rows)
     heads = (
         "model",
-        "top-1",
-        "difference to uncompressed, points",
+        TOP1,
+        "points to uncompressed",
         "loss rise",
         "GMACs",
         "images/s",
@@ -102,24 +98,17 @@ def comparison(results: Mapping[str, Any]) -> Html:
     body = []
     for row in rows:
         versus, plain = row["comparison"], row["name"] == WHOLE
-        ours = row["name"].startswith(SEARCHED)
-        interval = versus["top1_interval"]
-        words = (
-            f"{versus['top1_difference']:+.1f} points, 95 % interval {interval[0]:+.1f} to {interval[1]:+.1f}"
-        )
+        points, ends = versus["top1_difference"], versus["top1_interval"]
+        words = f"{signed(points)} points, 95{THIN}% interval {interval(ends)}"
         mark = [
-            interval_mark(versus["top1_difference"], interval, low, high, words),
-            tag(
-                "span",
-                f"{versus['top1_difference']:+.1f} [{interval[0]:+.1f}, {interval[1]:+.1f}]",
-                class_="number",
-            ),
+            interval_mark(points, ends, low, high, words),
+            tag("span", f"{signed(points)} ({interval(ends)})", class_="number"),
         ]
         bar = tag("meter", value=f"{row['images_per_second']:.1f}", max=f"{fastest:.1f}", aria_hidden="true")
         cells = [
-            f"{row['top1']:.1f} %",
+            percent(row["top1"] / 100, 1),
             "—" if plain else mark,
-            "—" if plain else f"{versus['loss_difference']:+.3f} ± {versus['loss_standard_error']:.3f}",
+            "—" if plain else f"{signed(versus['loss_difference'], 3)} ± {versus['loss_standard_error']:.3f}",
             f"{row['gmacs']:.3f}",
             [bar, tag("span", f"{row['images_per_second']:.0f}", class_="number")],
             f"{row['speedup']:.2f}{TIMES}",
@@ -129,7 +118,7 @@ def comparison(results: Mapping[str, Any]) -> Html:
                 "tr",
                 tag("th", NAMES.get(row["name"], row["name"]), scope="row", title=_about(row["name"])),
                 [tag("td", cell, data_label=heads[i + 1]) for i, cell in enumerate(cells)],
-                class_="ours" if ours else None,
+                class_="ours" if row["name"].startswith(SEARCHED) else None,
             )
         )
     return tag("table", tag("thead", head), tag("tbody", body), class_="stacks comparison")
