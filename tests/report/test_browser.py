@@ -104,7 +104,7 @@ def test_the_slider_moves_through_the_blocks_by_keyboard_and_mouse(opened: Seen,
     page.keyboard.press("Home")
     assert on_page(page) == list(range(16))
     box = slider.bounding_box()
-    page.mouse.click(box["x"] + box["width"] - 4, box["y"] + box["height"] / 2)
+    slider.click(position={"x": box["width"] - 4, "y": box["height"] / 2})
     assert slider.input_value() == "4"
     assert on_page(page) == numbers(folder, 0, 4)
 
