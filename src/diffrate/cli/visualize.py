@@ -17,7 +17,7 @@ from diffrate.models import load_model
 from diffrate.pictures import FORMATS
 from diffrate.results import check_target
 from diffrate.schedule import Schedule
-from diffrate.visualize import visualize
+from diffrate.visualizing import visualize
 
 PICTURES = "Pictures"
 

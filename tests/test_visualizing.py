@@ -15,7 +15,7 @@ import diffrate
 from conftest import TINY_FLAGS, Ran, check_refused, pixels, write_image
 from diffrate.errors import DiffRateError
 from diffrate.pictures import GAP, LABEL
-from diffrate.visualize import picture_names, visualize
+from diffrate.visualizing import picture_names, visualize
 
 SCHEDULE = diffrate.Schedule((17, 14, 10, 3), (17, 12, 8, 3))
 AS_IS = {"crop_pct": 1.0, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
