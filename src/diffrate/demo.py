@@ -122,7 +122,7 @@ def _measured(output: Path, model: nn.Module, contenders: list[Contender], comma
     inputs, _ = _first(whole.evaluation.images)
     shown = measured.Shown((embedded.MEAN,), (embedded.STD,), embedded.CLASSES, lambda i: f"test image {i}")
     results = {
-        **measured.summary(contenders, result, embedded.CLASSES),
+        **measured.summary(contenders, [result.name], embedded.CLASSES),
         "pictures": measured.pictures(
             model,
             {i: inputs[i] for i in [*changed, *others]},

@@ -44,7 +44,7 @@ def test_models_and_classes(folder: Path, answers) -> None:
         "tome",
         "resolution",
     ]
-    assert results["result"] == "diffrate search"
+    assert results["found"] == ["diffrate search"]
     assert results["left_out"] == []
     for row, logits in zip(results["models"], (whole, found), strict=False):
         assert row["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item())
@@ -103,6 +103,8 @@ def test_what_was_measured_is_recognised(folder: Path) -> None:
     assert is_measured(run, {"data": SCRIPT})
     assert not is_measured(run, {"data": "other"})
     assert not is_measured(replace(run, measured={}))
+    older = {**run.measured, "results": {**run.measured["results"], "version": 0}}
+    assert not is_measured(replace(run, measured=older))
     assert not is_measured(replace(run, schedules=[replace(SCHEDULE, merge=(17, 12, 7, 3))]))
     assert json.loads((folder / "measured.json").read_text())["torch"] == torch.__version__
 
@@ -124,4 +126,6 @@ def test_every_budget_has_its_row(tmp_path: Path) -> None:
     measure(run, tiny_model(), batches(4), SHOWN, [], 2)
     results = read_run(tmp_path).measured["results"]
     assert [r["name"] for r in results["models"]][1:] == ["diffrate search, 80%", "diffrate search, 60%"]
-    assert results["result"] == "diffrate search, 60%"
+    assert results["found"] == ["diffrate search, 80%", "diffrate search, 60%"]
+    by_hand = replace(SCHEDULE, made={"by": "--prune and --merge counts given by hand"})
+    assert searched_name(by_hand, [by_hand]) == "this schedule"

@@ -18,5 +18,7 @@ def class_names(images: Any, count: int) -> list[str]:
     coded = all(name.isdecimal() or re.fullmatch(r"n\d{8}", name) for name in folders.values())
     if count == IMAGENET and coded:
         known = ImageNetInfo()
-        return [str(known.index_to_description(i)) for i in range(count)]
+        return [
+            str(known.index_to_description(i)).partition(",")[0] for i in range(count)
+        ]  # the first of its words
     return [folders.get(i, f"class {i}") for i in range(count)]

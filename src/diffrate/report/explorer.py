@@ -70,8 +70,7 @@ def explorer(pictures: Sequence[Mapping[str, Any]]) -> Html:
 
 def _for_script(picture: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: picture[key]
-        for key in ("name", "label", "before", "after", "image", "size", "grid", "colours", "blocks")
+        key: picture[key] for key in ("name", "label", "before", "after", "size", "grid", "colours", "blocks")
     }
 
 
@@ -90,7 +89,7 @@ def changed_classes(classes: Sequence[Mapping[str, Any]]) -> Html:
         words = f"{c['before']} → {c['after']} of {c['images']}"
         cells = [
             [share_mark(before, after, words), tag("span", words, class_="number")],
-            f"{signed(100 * (after - before), 0)} points",
+            f"{signed(c['after'] - c['before'], 0)} image{'s' * (abs(c['after'] - c['before']) > 1)}",
             signed(c["loss_rise"], 3),
         ]
         rows.append(

@@ -34,6 +34,7 @@ from diffrate.results import write_results
 from diffrate.schedule import Schedule
 from diffrate.token_maps import TokenMap, token_maps
 
+VERSION = 1  # of what is kept
 WHOLE = "uncompressed"
 SEARCHED = "diffrate search"
 BASELINES = ("tome", "evit")
@@ -80,9 +81,8 @@ def measure(
             raise DiffRateError(f"there is no method {name!r}: `diffrate methods` lists {', '.join(METHODS)}")
     model.to(torch.device(device))
     models: dict[str, nn.Module] = {WHOLE: model}
-    for schedule in run.schedules:
-        models[searched_name(schedule, run.schedules)] = compress(model, schedule)
-    found = list(models.values())[-1]
+    names = [searched_name(schedule, run.schedules) for schedule in run.schedules]
+    models.update({name: compress(model, s) for name, s in zip(names, run.schedules, strict=True)})
     left_out = []
     for name in methods:
         try:
@@ -90,21 +90,16 @@ def measure(
         except DiffRateError as error:
             left_out.append(f"{name}: {error}")
     contenders = contend(models, loader, device, amp, amp_dtype)
+    whole, result = contenders[0].evaluation, contenders[len(names)].evaluation
+    changed, others = chosen_images(whole, result, explored)
+    chosen = _images_at(loader, [*changed, *others])
+    found = models[names[-1]]
     assert isinstance(found, CompressedModel)
-    result = contenders[len(run.schedules)]
     results = {
-        **summary(contenders, result, shown.classes),
+        **summary(contenders, names, shown.classes),
         "left_out": left_out,
-        "pictures": _pictures(
-            found,
-            contenders[0].evaluation,
-            result.evaluation,
-            loader,
-            shown,
-            explored,
-            device,
-            amp,
-            amp_dtype,
+        "pictures": pictures(
+            found, chosen, changed, whole, result, shown, torch.device(device), amp, amp_dtype
         ),
     }
     save(run.folder, run.schedules, results, asked or {}, command, torch.device(device))
@@ -119,14 +114,16 @@ def save(
     device: torch.device,
 ) -> None:
     """Keep what was measured, with the schedules it is about."""
-    about = {"schedules": _identities(schedules), "asked": json.loads(json.dumps(asked))}
+    about = {"version": VERSION, "schedules": _identities(schedules), "asked": json.loads(json.dumps(asked))}
     write_results(folder / MEASURED, command, {**results, **about}, device)
 
 
 def is_measured(run: Run, asked: Mapping[str, Any] | None = None) -> bool:
     """Whether the folder's measurements are of its present schedules and, where given, as `asked`."""
     results = run.measured.get("results")
-    if not isinstance(results, dict) or results.get("schedules") != _identities(run.schedules):
+    if not isinstance(results, dict) or results.get("version") != VERSION:
+        return False
+    if results.get("schedules") != _identities(run.schedules):
         return False
     return asked is None or results.get("asked") == json.loads(json.dumps(asked))
 
@@ -138,14 +135,19 @@ def _identities(schedules: Sequence[Schedule]) -> list[Any]:
 
 
 def searched_name(schedule: Schedule, among: Sequence[Schedule]) -> str:
-    """The one searched schedule, or which of them by its budget."""
+    """What a row of the folder's schedules is called: of several, by its budget."""
+    name = SEARCHED if "search" in str(schedule.made.get("by", "search")) else "this schedule"
     if len(among) == 1:
-        return SEARCHED
-    return f"{SEARCHED}, {schedule.made.get('budget', among.index(schedule))}"
+        return name
+    return f"{name}, {schedule.made.get('budget') or among.index(schedule) + 1}"
 
 
-def summary(contenders: Sequence[Contender], result: Contender, classes: Sequence[str]) -> dict[str, Any]:
-    """The models' numbers, and what became of each class under the result."""
+def summary(contenders: Sequence[Contender], found: Sequence[str], classes: Sequence[str]) -> dict[str, Any]:
+    """The models' numbers, and what became of each class.
+
+    found  names of the contenders that run the searched schedules; the last of them is the result.
+    """
+    result = next(contender for contender in contenders if contender.name == found[-1])
     whole, mine = contenders[0].evaluation, result.evaluation
     by_class = []
     for index in whole.labels.unique().tolist():
@@ -160,7 +162,7 @@ def summary(contenders: Sequence[Contender], result: Contender, classes: Sequenc
             }
         )
     return {
-        "result": result.name,
+        "found": list(found),
         "models": [contender.to_dict() for contender in contenders],
         "classes": by_class,
     }
@@ -173,22 +175,6 @@ def chosen_images(whole: Evaluation, found: Evaluation, count: int) -> tuple[lis
     others = [i for i in range(len(change)) if i not in set(changed)]
     step = torch.linspace(0, len(others) - 1, min(count // 2, len(others))).round().long().tolist()
     return changed, [others[i] for i in step]
-
-
-def _pictures(
-    model: CompressedModel,
-    whole: Evaluation,
-    found: Evaluation,
-    loader: Iterable[Any],
-    shown: Shown,
-    count: int,
-    device: str | torch.device,
-    amp: bool,
-    amp_dtype: str,
-) -> list[dict[str, Any]]:
-    changed, others = chosen_images(whole, found, count)
-    images = _images_at(loader, [*changed, *others])
-    return pictures(model, images, changed, whole, found, shown, torch.device(device), amp, amp_dtype)
 
 
 def pictures(

@@ -97,7 +97,7 @@
     stage.setAttribute("aria-rowcount", rows);
     stage.setAttribute("aria-colcount", columns);
     stage.classList.toggle("coarse", Math.max(height, width) < 200);
-    make("image", { href: picture.image, width, height, "aria-hidden": "true" }, stage);
+    make("image", { href: choices[pictures.indexOf(picture)].nextElementSibling.src, width, height, "aria-hidden": "true" }, stage);
     cells = [];
     for (let row = 0; row < rows; row++) {
       const group = make("g", { role: "row" }, stage);

@@ -8,7 +8,7 @@ from typing import Any
 from diffrate.methods import METHODS
 from diffrate.report.charts import interval_mark
 from diffrate.report.html import Html, tag
-from diffrate.report.measured import SEARCHED, WHOLE
+from diffrate.report.measured import WHOLE
 from diffrate.report.run import Run
 from diffrate.report.words import THIN, TIMES, TOP1, interval, percent, signed
 
@@ -43,7 +43,7 @@ def sentence(run: Run, results: Mapping[str, Any]) -> str:
 def found_and_whole(results: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rows of the result and of the uncompressed model."""
     rows = {row["name"]: row for row in results["models"]}
-    return rows[results["result"]], results["models"][0]
+    return rows[results["found"][-1]], results["models"][0]
 
 
 def _whole_gmacs(run: Run, results: Mapping[str, Any]) -> float | None:
@@ -118,7 +118,7 @@ def comparison(results: Mapping[str, Any]) -> Html:
                 "tr",
                 tag("th", NAMES.get(row["name"], row["name"]), scope="row", title=_about(row["name"])),
                 [tag("td", cell, data_label=heads[i + 1]) for i, cell in enumerate(cells)],
-                class_="ours" if row["name"].startswith(SEARCHED) else None,
+                class_="ours" if row["name"] in results["found"] else None,
             )
         )
     return tag("table", tag("thead", head), tag("tbody", body), class_="stacks comparison")
