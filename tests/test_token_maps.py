@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import diffrate
+from backbones.test_multihead import openclip_tower, torchvision_model
 from backbones.test_timm_metaformer import build as small_caformer
+from backbones.test_timm_relpos import build as small_beit
 from conftest import TINY
 from diffrate.backbones import backbone_of
 from diffrate.libraries import create
@@ -36,6 +38,9 @@ MODELS = {
     "rotary": lambda: timm.create_model("eva02_tiny_patch14_224", img_size=56, **SMALL),
     "restored grid": small_caformer,
     "transformers": lambda: _transformers((32, 32)),
+    "torchvision": torchvision_model,
+    "openclip": openclip_tower,
+    "relative positions": lambda: small_beit("beit_base_patch16_224"),
 }
 
 
