@@ -102,7 +102,7 @@ def changed_classes(classes: Sequence[Mapping[str, Any]]) -> Html:
     few = min(c["images"] for c in classes)
     words = f"{len(moved)} of {len(classes)} classes changed; ring: before, dot: after."
     if few < 50:
-        words += f" With as few as {few} images a class, much of this is chance."
+        words += f" With as few as {few} image{'s' * (few > 1)} a class, much of this is chance."
     return joined(
         tag("table", tag("thead", head), tag("tbody", rows), class_="stacks classes"),
         tag("p", words, class_="hint"),
