@@ -15,6 +15,7 @@ from backbones.test_timm_relpos import build as small_beit
 from conftest import TINY
 from diffrate.backbones import backbone_of
 from diffrate.libraries import create
+from diffrate.pictures import strip
 from diffrate.token_maps import FADED, PRUNED, as_seen, token_maps
 
 SMALL = {"depth": 4, "embed_dim": 32, "num_heads": 2, "num_classes": 3}
@@ -37,11 +38,14 @@ MODELS = {
     "any size": lambda: timm.create_model("vit_tiny_patch16_224", **TINY, dynamic_img_size=True),
     "rotary": lambda: timm.create_model("eva02_tiny_patch14_224", img_size=56, **SMALL),
     "restored grid": small_caformer,
+    "restored grid, odd size": small_caformer,
     "transformers": lambda: _transformers((32, 32)),
     "torchvision": torchvision_model,
     "openclip": openclip_tower,
     "relative positions": lambda: small_beit("beit_base_patch16_224"),
 }
+OTHER_SIZES = {"any size": (32, 64), "restored grid, odd size": (100, 130)}
+GRIDS = {"any size": (4, 8), "restored grid, odd size": (7, 9), "registers, not square": (2, 5)}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -54,7 +58,7 @@ def test_maps_say_what_the_model_did(kind: str) -> None:
     schedule = diffrate.Schedule((n, n - 1, left[2] + 1, left[3]), left, prefix=p)
     if layout.restores:
         schedule = diffrate.Schedule(left[:1] + left[:-1], left, prefix=p)
-    size = (32, 64) if kind == "any size" else layout.img_size
+    size = OTHER_SIZES.get(kind, layout.img_size)
     inputs = torch.randn(2, 3, *size)
     fast = diffrate.compress(model, schedule)
     maps = token_maps(fast, inputs, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
@@ -64,8 +68,8 @@ def test_maps_say_what_the_model_did(kind: str) -> None:
         assert image.pixels.shape == (*size, 3)
         assert image.depth == 4
         rows, columns = image.grid
-        if kind == "any size":
-            assert (rows, columns) == (4, 8)
+        assert kind not in GRIDS or (rows, columns) == GRIDS[kind]
+        assert strip(image).width > 0  # also where patches do not divide the pixels evenly
         for block, tokens in enumerate(trace):
             patches, numbers = tokens.patches[b].tolist(), image.tokens[block].flatten().tolist()
             assert len(numbers) == rows * columns == len(patches)

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from diffrate.errors import DiffRateError
 from diffrate.models import first_line, input_size
+from diffrate.outputs import class_count
 
 MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jpg and jpeg
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
@@ -59,7 +60,8 @@ class Images(Dataset[tuple[Any, int]]):
         """Be no more than `count` images, evenly spread, so that every class keeps its share."""
         total = len(self)
         if count < total:
-            self.chosen = torch.linspace(0, total - 1, count).round().long().tolist()
+            places = torch.linspace(0, total - 1, count).round().long().tolist()
+            self.chosen = [self.chosen[place] for place in places]
 
     def file_name(self, index: int) -> str:
         return str(self.reader.filename(self.chosen[index], basename=True))
@@ -306,7 +308,7 @@ def class_indices(class_to_idx: Mapping[str, int]) -> dict[int, int]:
 
 
 def _check_labels(images: Any, model: nn.Module) -> None:
-    classes = int(getattr(model, "num_classes", 0))
+    classes = class_count(model)
     if classes < 1:
         raise DiffRateError("the model has no classifier, so it cannot be evaluated on labels")
     class_to_idx = getattr(getattr(images, "reader", None), "class_to_idx", None) or {}

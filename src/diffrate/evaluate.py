@@ -121,7 +121,7 @@ def evaluate_in_turn(
             for name in names[i % len(names) :] + names[: i % len(names)]:
                 start = now(device)
                 with autocast(device, amp, amp_dtype):
-                    logits = models[name](images)
+                    logits = main_output(models[name](images))
                 runs[name].add(logits, labels, now(device) - start)
                 if after is not None:
                     with autocast(device, amp, amp_dtype):

@@ -119,3 +119,5 @@ def test_a_spread_of_images_keeps_every_class(image_folder: Path, tiny_vit: nn.M
     assert images.file_name(5) == "11.png"
     images.spread(100)
     assert len(images) == 6
+    images.spread(3)
+    assert [images.file_name(i) for i in range(3)] == ["00.png", "04.png", "11.png"]
