@@ -14,7 +14,7 @@ from report.runs import SCHEDULE, SCRIPT, STEPS, plain_run
 def test_everything_is_read(tmp_path: Path) -> None:
     run = read_run(plain_run(tmp_path, origin={"checkpoint": "w"}))
     assert run.schedule == SCHEDULE
-    assert (run.model, run.whole_gmacs, run.seconds) == (SCRIPT, 0.001, 12.3)
+    assert (run.model, run.whole, run.seconds) == (SCRIPT, {"gmacs": 0.001}, 12.3)
     assert run.steps == STEPS
     assert run.origin == {"checkpoint": "w"}
     assert run.made["torch"] == "9.9"
@@ -24,7 +24,7 @@ def test_everything_is_read(tmp_path: Path) -> None:
 def test_a_schedule_is_enough(tmp_path: Path) -> None:
     SCHEDULE.save(tmp_path / "schedule.json")
     run = read_run(tmp_path)
-    assert (run.model, run.whole_gmacs, run.seconds, run.steps) == (None, None, None, [])
+    assert (run.model, run.whole, run.seconds, run.steps) == (None, {}, None, [])
 
 
 def test_several_budgets_come_largest_first(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diffrate.costs.base import METRICS
 from diffrate.methods import METHODS
 from diffrate.report.charts import interval_mark
 from diffrate.report.html import Html, tag
@@ -18,7 +19,7 @@ NAMES = {"tome": "ToMe", "evit": "EViT", "ats": "ATS", "atm": "ATM", "tofu": "To
 def sentence(run: Run, results: Mapping[str, Any]) -> str:
     """What came out, for somebody who reads no further."""
     name = run.model or "the model"
-    after, before = run.schedule.cost.get("gmacs"), _whole_gmacs(run, results)
+    before, after = _gmacs(run, results)
     cost = "With fewer tokens"
     if after and before:
         cost = f"At {percent(after / before)} of its cost ({before:.3g} → {after:.3g} GMACs)"
@@ -46,22 +47,24 @@ def found_and_whole(results: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return rows[results["found"][-1]], results["models"][0]
 
 
-def _whole_gmacs(run: Run, results: Mapping[str, Any]) -> float | None:
-    return float(results["models"][0]["gmacs"]) if results else run.whole_gmacs
+def _gmacs(run: Run, results: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Of the uncompressed model and of the result: as counted when measured, else as the search has them."""
+    if results:
+        found, whole = found_and_whole(results)
+        return float(whole["gmacs"]), float(found["gmacs"])
+    return run.whole.get("gmacs"), run.schedule.cost.get("gmacs")
 
 
 def tiles(run: Run, results: Mapping[str, Any]) -> Html:
-    """The four numbers that people ask for first."""
-    before, after = _whole_gmacs(run, results), run.schedule.cost.get("gmacs")
+    """The numbers that people ask for first; costs beside MACs are what the search's cost models say."""
+    before, after = _gmacs(run, results)
     cells = []
     if before and after:
-        cells.append(
-            _tile(
-                signed(100 * (after / before - 1), 0) + f"{THIN}%",
-                "MACs",
-                f"{before:.3g} → {after:.3g} GMACs",
-            )
-        )
+        cells.append(_cost_tile(before, after, "MACs", "GMACs"))
+    for metric, cost in run.schedule.cost.items():
+        if metric in METRICS and metric != "gmacs" and metric in run.whole:
+            words = METRICS[metric].words
+            cells.append(_cost_tile(run.whole[metric], cost, f"{words} by the cost model", words))
     if results:
         found, whole = found_and_whole(results)
         versus = found["comparison"]
@@ -73,6 +76,11 @@ def tiles(run: Run, results: Mapping[str, Any]) -> Html:
     share = sum(kept) / (tokens * len(kept))
     cells.append(_tile(percent(share), "of tokens", f"mean of {len(kept)} blocks, {tokens} → {kept[-1]}"))
     return tag("ul", cells, class_="tiles", aria_label="The result in numbers")
+
+
+def _cost_tile(before: float, after: float, unit: str, metric: str) -> Html:
+    change = signed(100 * (after / before - 1), 0) + f"{THIN}%"
+    return _tile(change, unit, f"{before:.3g} → {after:.3g} {metric}")
 
 
 def _tile(number: str, unit: str, detail: str) -> Html:

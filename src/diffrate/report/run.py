@@ -50,11 +50,11 @@ class Run:
         return origin if isinstance(origin, dict) else {}
 
     @property
-    def whole_gmacs(self) -> float | None:
-        """What the uncompressed model costs, where the folder has it."""
+    def whole(self) -> dict[str, float]:
+        """What the uncompressed model costs by each metric, where the folder has it."""
         whole = self.config.get("whole")
-        found = whole.get("gmacs") if isinstance(whole, dict) else None
-        return float(found) if isinstance(found, int | float) and found > 0 else None
+        costs = whole if isinstance(whole, dict) else {}
+        return {metric: float(cost) for metric, cost in costs.items() if _number(cost) and cost > 0}
 
 
 def read_run(folder: Path) -> Run:
