@@ -11,44 +11,33 @@ from __future__ import annotations
 from pathlib import Path
 
 import setting as shared
-import torch
-from PIL import Image
 from setting import Setting
-from torch import Tensor
 
 from diffrate.compressed import CompressedModel
+from diffrate.data import preprocessing
 from diffrate.methods import build
-from diffrate.pictures import stacked, token_picture
+from diffrate.pictures import quarters, stacked, strip
+from diffrate.token_maps import token_maps
 
 METHODS = ("evit", "tome", "published")
 
 
 def run(setting: Setting, picture: Path, images: int = 4) -> None:
     pixels = setting.val[0][0][:images]
-    strips = []
-    traces = {}
+    seen = preprocessing(setting.model)
+    maps = {}
     for name in METHODS:
         model = build(name, setting.model, setting.budgets[-1])
         assert isinstance(model, CompressedModel)
-        with torch.inference_mode():
-            traces[name] = model.eval().trace(pixels)
-    depth = len(traces["tome"])
-    blocks = sorted({max(1, round(depth * share)) for share in (1 / 4, 1 / 2, 3 / 4)} | {depth - 1})
-    for i in range(len(pixels)):
-        for name, trace in traces.items():
-            patches = {block: trace[block - 1].patches[i].cpu() for block in blocks}
-            strips.append(token_picture(shown(pixels[i]), patches, model.backbone.grid(pixels), name))
+        maps[name] = token_maps(model, pixels, seen["mean"], seen["std"])
+    strips = [
+        strip(of_method[i], quarters(of_method[i].depth), name)
+        for i in range(len(pixels))
+        for name, of_method in maps.items()
+    ]
     picture.parent.mkdir(parents=True, exist_ok=True)
     stacked(strips).save(picture)
     print(f"saved {picture}")
-
-
-def shown(pixels: Tensor) -> Image.Image:
-    """A normalised image (C, H, W) with its values spread from dark grey to white: pruned patches alone are black."""
-    low, high = pixels.amin(), pixels.amax()
-    grey = 64 + 191 * (pixels - low) / (high - low).clamp_min(1e-6)
-    array = grey.round().byte().movedim(0, -1).cpu().numpy()
-    return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
 if __name__ == "__main__":

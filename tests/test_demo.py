@@ -19,6 +19,7 @@ from diffrate import embedded
 from diffrate.cli import demo as command
 from diffrate.demo import demo
 from diffrate.errors import DiffRateError
+from diffrate.report import read_run
 
 QUICK = {"steps": 2, "batch_size": 4, "checks": 1, "held_out": 0.02}
 
@@ -55,7 +56,20 @@ def test_compares_at_the_same_macs_and_saves_everything(small: nn.Module, tmp_pa
     with Image.open(tmp_path / "out" / "tokens.png") as picture:
         assert picture.mode == "RGB"
         assert picture.width > 3 * 168
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert f"scores {others[0].evaluation.top1:.1f}" in page
+    assert all(name in page for name in ("ToMe", "EViT", "T-shirt/top", 'id="explorer"'))
+    shown = read_run(tmp_path / "out").measured["results"]
+    assert [row["top1"] for row in shown["models"]] == [c.evaluation.top1 for c in contenders]
+    assert len(shown["pictures"]) == 12
     demo(tmp_path / "out", images=60, settings=QUICK)  # a second run replaces the first
+
+
+def test_somebody_elses_search_is_left_alone(small: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model": "mine"}')
+    with pytest.raises(DiffRateError, match="a search that is not the demo's"):
+        demo(tmp_path, settings=QUICK)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_command_prints_one_table(

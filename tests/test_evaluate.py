@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,6 +136,21 @@ def test_taking_turns_gives_what_an_evaluation_gives(made: tuple[Tensor, Tensor,
         assert (in_turn[name].top1, in_turn[name].top5) == (alone.top1, alone.top5)
         assert [len(batch) for batch in models[name].batches] == [20, 20, 10]
     assert seen == [("one", 20), ("two", 20), ("two", 20), ("one", 20), ("one", 10), ("two", 10)]
+
+
+class Wrapped(Table):
+    """A model that answers as transformers' models do."""
+
+    def forward(self, images: Tensor) -> SimpleNamespace:  # type: ignore[override]
+        return SimpleNamespace(logits=super().forward(images))
+
+
+def test_outputs_of_other_libraries_are_evaluated_in_turn(made: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, _, labels = made
+    models = {"plain": Table(logits), "wrapped": Wrapped(logits)}
+    in_turn = evaluate_in_turn(models, loader_of(labels, 8))
+    assert in_turn["wrapped"].top1 == in_turn["plain"].top1
+    assert in_turn["wrapped"].labels.tolist() == labels.tolist()
 
 
 def test_speed_in_turn_is_that_of_the_batch_in_the_middle() -> None:

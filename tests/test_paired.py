@@ -42,7 +42,8 @@ def test_chunks_do_not_change_the_draws(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_comparison_has_both() -> None:
     def evaluation(correct: list[bool]) -> Evaluation:
         right = torch.tensor(correct)
-        return Evaluation(0, 0, 0, len(right), 1, (~right).long(), right, (~right).float())
+        wrong = (~right).long()
+        return Evaluation(0, 0, 0, len(right), 1, wrong, right, wrong.float(), torch.zeros_like(wrong))
 
     a = evaluation([True] * 60 + [False] * 40)
     b = evaluation([True] * 51 + [False] * 48 + [True])  # 9 lost, 1 gained

@@ -10,6 +10,7 @@ from diffrate.schedule import Schedule, ScheduleError
 from diffrate.searching.cosearch import CosearchResult, cosearch
 from diffrate.searching.run import SearchResult, search
 from diffrate.tokens import Tokens
+from diffrate.visualizing import visualize
 
 __version__ = "0.1.0"
 
@@ -29,4 +30,5 @@ __all__ = [
     "profile",
     "restore",
     "search",
+    "visualize",
 ]

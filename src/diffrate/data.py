@@ -8,7 +8,8 @@ cannot be read, which timm would replace by the next one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from diffrate.errors import DiffRateError
 from diffrate.models import first_line, input_size
+from diffrate.outputs import class_count
 
 MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jpg and jpeg
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
@@ -52,25 +54,82 @@ class Images(Dataset[tuple[Any, int]]):
         self.labels = labels
         self.class_of = class_indices(self.reader.class_to_idx) if labels else {}
         self.transform: Callable[[Image.Image], Any] | None = None
+        self.chosen: Sequence[int] = range(len(self.reader))
+
+    def spread(self, count: int) -> None:
+        """Be no more than `count` images, evenly spread, so that every class keeps its share."""
+        total = len(self)
+        if count < total:
+            places = torch.linspace(0, total - 1, count).round().long().tolist()
+            self.chosen = [self.chosen[place] for place in places]
+
+    def file_name(self, index: int) -> str:
+        return str(self.reader.filename(self.chosen[index], basename=True))
+
+    def class_names(self) -> dict[int, str]:
+        """The folder's name for each class index that has one."""
+        return {
+            self.class_of.get(index, index): str(name) for name, index in self.reader.class_to_idx.items()
+        }
 
     def __len__(self) -> int:
-        return len(self.reader)
+        return len(self.chosen)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        try:
-            file, target = self.reader[index][:2]
+        place = self.chosen[index]
+        with naming(lambda: self.reader.filename(place, absolute=True)):
+            file, target = self.reader[place][:2]
             with file, Image.open(file) as opened:
                 image = opened.convert(self.mode)
-        except Exception as error:  # a broken file raises whatever its decoder raises
-            name = self.reader.filename(index, absolute=True)
-            reason = (
-                "not a known image format"
-                if isinstance(error, Image.UnidentifiedImageError)
-                else first_line(error)
-            )
-            raise UnreadableImageError(f"cannot read the image {name}: {reason}") from None
         label = self.class_of.get(target, target) if self.labels else -1
         return (image if self.transform is None else self.transform(image)), label
+
+
+class ImageFiles(Dataset[Any]):
+    """Single image files as an evaluation with these values of `preprocessing` reads them."""
+
+    def __init__(self, files: Sequence[str | Path], config: Mapping[str, Any]) -> None:
+        self.files = [Path(file) for file in files]
+        self.mode = image_mode(config)
+        self.transform = plain_transform(config)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.image(index))
+
+    def image(self, index: int) -> Image.Image:
+        """The file's own pixels; UnreadableImageError where there are none."""
+        with naming(lambda: self.files[index]), Image.open(self.files[index]) as opened:
+            return opened.convert(self.mode)
+
+
+@contextmanager
+def naming(file: Callable[[], object]) -> Iterator[None]:
+    """Say which file it was that could not be read, and why, in one sentence."""
+    try:
+        yield
+    except Exception as error:  # a broken file raises whatever its decoder raises
+        unknown = isinstance(error, Image.UnidentifiedImageError)
+        said = error.strerror if isinstance(error, OSError) else None
+        reason = "not a known image format" if unknown else said or first_line(error)
+        raise UnreadableImageError(f"cannot read the image {file()}: {reason}") from None
+
+
+class FirstImages:
+    """A loader that ends after the first `count` images, for datasets that cannot be asked for chosen ones."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self.loader, self.count = loader, count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        left = self.count
+        for images, targets in self.loader:
+            yield images[:left], targets[:left]
+            left -= len(images)
+            if left <= 0:
+                return
 
 
 class WholeStream:
@@ -112,20 +171,24 @@ def build_loader(
     class_map: str | None = None,
     labels: bool = True,
     device: torch.device | str = "cpu",
+    most: int | None = None,
 ) -> Any:
     """An evaluation loader of (images, labels) on `device`, in a fixed order, with the model's own preprocessing.
 
     Folders hold one folder a class. Names that are numbers of one width (`000` … `999`) are the class indices;
     other names are numbered in sorted order. `labels=False` reads any folder of images, flat or nested.
+    `most` limits the images: of folders evenly spread, of other datasets the first.
     """
     if batch_size < 1 or workers < 0:
         raise DiffRateError("batch size must be at least 1 and workers at least 0")
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     images = build_dataset(
-        data_dir, dataset, split, class_map, labels, batch_size=batch_size, grey=config["input_size"][0] == 1
+        data_dir, dataset, split, class_map, labels, batch_size=batch_size, mode=image_mode(config)
     )
     if labels:
         _check_labels(images, model)
+    if most is not None and isinstance(images, Images):
+        images.spread(most)
     loader = create_loader(
         images,
         batch_size=batch_size,
@@ -135,6 +198,8 @@ def build_loader(
         persistent_workers=False,
         **config,
     )
+    if most is not None and not isinstance(images, Images):
+        return FirstImages(loader, most)
     if isinstance(images, IterableDataset):
         return WholeStream(loader, getattr(images.reader, "num_samples", None) or 0)  # type: ignore[attr-defined]
     return loader
@@ -162,6 +227,19 @@ def preprocessing(
     return config
 
 
+def plain_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
+    """What an evaluation does to an image, from the values of `preprocessing`."""
+    names = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
+    made: Callable[[Image.Image], Any] = create_transform(
+        is_training=False, **{name: config[name] for name in names}
+    )
+    return made
+
+
+def image_mode(config: Mapping[str, Any]) -> str:
+    return "L" if config["input_size"][0] == 1 else "RGB"
+
+
 def build_dataset(
     data_dir: str | Path | None,
     dataset: str = "",
@@ -170,7 +248,7 @@ def build_dataset(
     labels: bool = True,
     *,
     batch_size: int = 1,
-    grey: bool = False,
+    mode: str = "RGB",
     usual: tuple[str, ...] = EVAL_SPLITS,
 ) -> Any:
     """The images behind timm's `--data-dir --dataset --split` flags; `usual` are the splits to look for without one."""
@@ -188,7 +266,7 @@ def build_dataset(
             search_split=False,
             class_map=class_map,  # type: ignore[arg-type]  # timm takes a file's name too
             batch_size=batch_size,
-            input_img_mode="L" if grey else "RGB",
+            input_img_mode=mode,
         )
     except (
         Exception,
@@ -230,7 +308,7 @@ def class_indices(class_to_idx: Mapping[str, int]) -> dict[int, int]:
 
 
 def _check_labels(images: Any, model: nn.Module) -> None:
-    classes = int(getattr(model, "num_classes", 0))
+    classes = class_count(model)
     if classes < 1:
         raise DiffRateError("the model has no classifier, so it cannot be evaluated on labels")
     class_to_idx = getattr(getattr(images, "reader", None), "class_to_idx", None) or {}
@@ -288,11 +366,9 @@ def search_datasets(
         "re_mode": "pixel",
     }
     augment = create_transform(is_training=True, **shared, **(strong if heavy else light))
-    plain = create_transform(
-        is_training=False, crop_pct=config["crop_pct"], crop_mode=config["crop_mode"], **shared
-    )
-    grey = config["input_size"][0] == 1
-    found = build_dataset(data_dir, dataset, split, class_map, labels, grey=grey, usual=TRAIN_SPLITS)
+    plain = plain_transform(config)
+    mode = image_mode(config)
+    found = build_dataset(data_dir, dataset, split, class_map, labels, mode=mode, usual=TRAIN_SPLITS)
     if labels:
         _check_labels(found, model)
     if isinstance(found, IterableDataset):

@@ -7,55 +7,33 @@ other things the speeds still mean little.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from diffrate import embedded
 from diffrate.backbones import backbone_of
 from diffrate.compressed import CompressedModel, compress
+from diffrate.contenders import Contender, contend
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
-from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate_in_turn
-from diffrate.methods import build, settings_of
-from diffrate.pictures import stacked, token_picture
+from diffrate.methods import build
+from diffrate.pictures import quarters, stacked, strip
+from diffrate.report import measured, write_report
 from diffrate.results import check_target, write_results
 from diffrate.searching import search
+from diffrate.token_maps import token_maps
 
 BUDGET = "50%"
 IMAGES = 1000  # of the 2,000 test images: what two slow cores manage in a minute
 SEARCH = {"steps": 36, "batch_size": 16, "checks": 4}  # under a minute on two slow cores
 BATCH_SIZE = 50
 PICTURED = 6  # images in the picture
-FADED = 64  # grey of a black pixel in the picture, so that pruned patches are the only black ones
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One model of the comparison, and what it did."""
-
-    name: str
-    settings: dict[str, Any]  # its schedule, or a method's own parameters; empty for the uncompressed model
-    gmacs: float
-    evaluation: Evaluation
-    comparison: Comparison  # with the uncompressed model, on the same images
-    speedup: float  # over the uncompressed model, in the same run
-
-    def to_dict(self) -> dict[str, Any]:
-        numbers = ("top1", "top5", "loss", "images", "images_per_second")
-        return {
-            "name": self.name,
-            "gmacs": self.gmacs,
-            **{name: getattr(self.evaluation, name) for name in numbers},
-            "speedup": self.speedup,
-            "comparison": asdict(self.comparison),
-            **self.settings,
-        }
+NAME = "Fashion-MNIST ViT"  # of the embedded model
 
 
 def demo(
@@ -68,7 +46,7 @@ def demo(
     command: str = "diffrate demo",
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Contender]:
-    """Search, compare, and save schedule.json, results.json and tokens.png to `output`.
+    """Search, compare, and save the run folder of the search, results.json, tokens.png and report.html to `output`.
 
     images    test images to compare on.
     model     another model for the embedded images than the embedded one.
@@ -77,6 +55,7 @@ def demo(
     if not 1 < images <= embedded.SPLITS["test"]:
         raise DiffRateError(f"images must be between 2 and {embedded.SPLITS['test']}, not {images}")
     check_target(output / "results.json")
+    _clear(output)
     whole = (embedded.model() if model is None else model).eval()
     layout, before = backbone_of(whole).layout, gmacs(whole)
     say(
@@ -84,7 +63,16 @@ def demo(
         "trained on Fashion-MNIST."
     )
     say(f"Searching a schedule for {BUDGET} of its MACs on {embedded.SPLITS['search']:,} images …")
-    found = search(whole, embedded.dataset("search"), BUDGET, seed=seed, **settings)
+    found = search(
+        whole,
+        embedded.dataset("search"),
+        BUDGET,
+        seed=seed,
+        output=output,
+        name=NAME,
+        command=command,
+        **settings,
+    )
     say(f"  kept tokens, block by block: {' '.join(map(str, found.schedule.merge))}  ({found.seconds:.0f} s)")
 
     budget = found.schedule.made["budget_gmacs"]
@@ -95,20 +83,8 @@ def demo(
         "EViT": build("evit", whole, budget),
     }
     say(f"Comparing {len(models)} models on {images:,} test images …")
-    evaluations = evaluate_in_turn(models, _batches(images), next(whole.parameters()).device)
-    reference = evaluations["uncompressed"]
-    contenders = [
-        Contender(
-            name,
-            settings_of(model),
-            gmacs(model),
-            evaluations[name],
-            compare_evaluations(evaluations[name], reference),
-            evaluations[name].images_per_second / reference.images_per_second,
-        )
-        for name, model in models.items()
-    ]
-    found.schedule.save(output / "schedule.json")
+    device = next(whole.parameters()).device
+    contenders = contend(models, _batches(images), device)
     _picture(models["diffrate search"]).save(output / "tokens.png")
     results = {
         "images": images,
@@ -117,8 +93,48 @@ def demo(
         "search": {**settings, "seed": seed, "images": embedded.SPLITS["search"], "seconds": found.seconds},
         "models": [contender.to_dict() for contender in contenders],
     }
-    write_results(output / "results.json", command, results, next(whole.parameters()).device)
+    write_results(output / "results.json", command, results, device)
+    _measured(output, models["diffrate search"], contenders, command)
+    write_report(output, command=command)
     return contenders
+
+
+def _clear(output: Path) -> None:
+    """Make room for this run where an earlier demo was; DiffRateError where somebody else's search is."""
+    try:
+        config = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict) or config.get("model") != NAME:
+        raise DiffRateError(f"{output} holds a search that is not the demo's: choose another folder")
+    for name in ("config.json", "state.json", measured.MEASURED):
+        (output / name).unlink(missing_ok=True)
+
+
+def _measured(output: Path, model: nn.Module, contenders: list[Contender], command: str) -> None:
+    """Keep what was compared, with images for the token explorer, where the report finds it."""
+    assert isinstance(model, CompressedModel)
+    whole, result = contenders[0], contenders[1]
+    device = next(model.parameters()).device
+    changed, others = measured.chosen_images(whole.evaluation, result.evaluation, measured.EXPLORED)
+    inputs, _ = _first(whole.evaluation.images)
+    shown = measured.Shown((embedded.MEAN,), (embedded.STD,), embedded.CLASSES, lambda i: f"test image {i}")
+    results = {
+        **measured.summary(contenders, [result.name], embedded.CLASSES),
+        "pictures": measured.pictures(
+            model,
+            {i: inputs[i] for i in [*changed, *others]},
+            changed,
+            whole.evaluation,
+            result.evaluation,
+            shown,
+            device,
+        ),
+    }
+    asked = {"data": "the embedded test images", "images": whole.evaluation.images}
+    measured.save(output, [model.schedule], results, asked, command, device)
 
 
 def _batches(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -135,21 +151,11 @@ def _first(count: int) -> tuple[Tensor, Tensor]:
 def _picture(model: nn.Module) -> Image.Image:
     """What the model merges and prunes in a few test images, at each quarter of its depth and before the last block."""
     assert isinstance(model, CompressedModel)
-    backbone = model.backbone
     inputs, labels = _first(PICTURED)
-    inputs = inputs.to(next(model.parameters()).device)
-    with torch.inference_mode():
-        trace = model.trace(inputs)
-    depth = backbone.layout.depth
-    blocks = sorted({max(1, round(depth * share)) for share in (1 / 4, 1 / 2, 3 / 4)} | {depth - 1})
-    strips = []
-    for i, pixels in enumerate(embedded.images("test")[0][:PICTURED]):
-        image = Image.fromarray((FADED + pixels.float() * (255 - FADED) / 255).round().byte().numpy())
-        patches = {block: _patches(trace[block - 1].patches, i) for block in blocks}
-        strips.append(token_picture(image, patches, backbone.grid(inputs), embedded.CLASSES[labels[i]]))
-    return stacked(strips)
-
-
-def _patches(patches: Tensor | None, i: int) -> Tensor:
-    assert patches is not None  # a trace always has them
-    return patches[i]
+    maps = token_maps(model, inputs, (embedded.MEAN,), (embedded.STD,))
+    return stacked(
+        [
+            strip(image, quarters(image.depth), embedded.CLASSES[label])
+            for image, label in zip(maps, labels, strict=True)
+        ]
+    )

@@ -54,6 +54,7 @@ class Evaluation:
     predicted: Tensor = field(repr=False, compare=False)  # (images,) class indices
     correct: Tensor = field(repr=False, compare=False)  # (images,) bool
     nll: Tensor = field(repr=False, compare=False)  # (images,) float
+    labels: Tensor = field(repr=False, compare=False)  # (images,) class indices
     reference: Evaluation | None = None
     comparison: Comparison | None = None
 
@@ -120,7 +121,7 @@ def evaluate_in_turn(
             for name in names[i % len(names) :] + names[: i % len(names)]:
                 start = now(device)
                 with autocast(device, amp, amp_dtype):
-                    logits = models[name](images)
+                    logits = main_output(models[name](images))
                 runs[name].add(logits, labels, now(device) - start)
                 if after is not None:
                     with autocast(device, amp, amp_dtype):
@@ -167,6 +168,7 @@ class _Run:
         self.predicted: list[Tensor] = []
         self.correct: list[Tensor] = []
         self.nll: list[Tensor] = []
+        self.labels: list[Tensor] = []
         self.top5: list[Tensor] = []
         self.seconds: list[float] = []
 
@@ -187,6 +189,7 @@ class _Run:
         self.correct.append((best[:, 0] == labels).cpu())
         self.top5.append((best == labels[:, None]).any(-1).cpu())
         self.nll.append(F.cross_entropy(logits, labels, reduction="none").cpu())
+        self.labels.append(labels.cpu())
         self.seconds.append(seconds)
 
     def median_speed(self) -> float:
@@ -210,6 +213,7 @@ class _Run:
             "predicted": torch.cat(self.predicted),
             "correct": correct,
             "nll": nll,
+            "labels": torch.cat(self.labels),
         }
 
 

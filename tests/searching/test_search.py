@@ -108,6 +108,8 @@ def test_the_folder_tells_the_whole_story(model, data, tmp_path):
     assert schedule.model == "my_vit"
     history = json.loads((tmp_path / "run" / "history.json").read_text())
     assert len(history["steps"]) == 8
+    assert history["made"]["command"] == "diffrate.search"
+    assert history["made"]["torch"] == torch.__version__
     assert all(entry["gmacs"] <= schedule.made["budget_gmacs"] for entry in history["steps"])
     with Image.open(tmp_path / "run" / "kept.png") as picture:
         assert picture.width > 300

@@ -17,10 +17,12 @@ from diffrate.cli import (
     evaluation,
     models,
     profile,
+    report,
     schedules,
     search,
     segment,
     train,
+    visualize,
 )
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
@@ -45,6 +47,8 @@ app.command("compare")(comparison.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("finetune")(train.finetune_command)
 app.command("train")(train.train_command)
+app.command("visualize")(visualize.visualize_command)
+app.command("report")(report.report_command)
 app.command("demo")(demo.demo)
 app.add_typer(segment.app, name="segment")
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from diffrate.cli.output import show_table
-from diffrate.demo import IMAGES, Contender
+from diffrate.cli.output import running_command, show_table
+from diffrate.contenders import Contender
+from diffrate.demo import IMAGES
 from diffrate.demo import demo as run_demo
 from diffrate.embedded import SPLITS
 
 
 def demo(
     output: Annotated[
-        Path, typer.Option(help="Folder for schedule.json, results.json and tokens.png.")
+        Path, typer.Option(help="Folder for the schedule, results.json, tokens.png and report.html.")
     ] = Path("demo-out"),
     images: Annotated[
         int, typer.Option(help=f"Test images to compare on, at most {SPLITS['test']:,}.")
@@ -36,9 +35,7 @@ def demo(
 
     Example: diffrate demo --images 2000 --output demo-out
     """
-    contenders = run_demo(
-        output, images, seed, command=shlex.join(["diffrate", *sys.argv[1:]]), say=typer.echo
-    )
+    contenders = run_demo(output, images, seed, command=running_command(), say=typer.echo)
     typer.echo()
     show_table(
         ["", "top-1 %", "difference, points", "loss rise", "GMACs", "images/s", "speed-up"],
@@ -48,7 +45,8 @@ def demo(
         f"\n{images:,} test images; differences to the uncompressed model ± one standard error, paired."
     )
     typer.echo(
-        f"Saved to {output}: schedule.json, results.json, and tokens.png with what was merged and pruned."
+        f"Saved to {output}: schedule.json, results.json, tokens.png with what was merged and pruned, and report.html "
+        "with all of it: open that in a browser."
     )
 
 

@@ -49,7 +49,12 @@ def counts(values: Iterable[int]) -> str:
     return ",".join(map(str, values))
 
 
+def running_command() -> str:
+    """The command line, as a shell would take it again."""
+    return shlex.join(["diffrate", *sys.argv[1:]])
+
+
 def save_json(path: Path | None, results: Mapping[str, Any], device: torch.device | None = None) -> None:
     """Write the results of the running command where `--json` says, if it was given."""
     if path is not None:
-        write_results(path, shlex.join(["diffrate", *sys.argv[1:]]), results, device)
+        write_results(path, running_command(), results, device)

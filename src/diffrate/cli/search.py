@@ -12,7 +12,7 @@ from timm.data import Mixup
 from diffrate.cli import costs as c
 from diffrate.cli import options as o
 from diffrate.cli.accelerators import start_accelerator, start_tracker
-from diffrate.cli.output import counts, note, save_json, show_table
+from diffrate.cli.output import counts, note, running_command, save_json, show_table
 from diffrate.costs.base import METRICS
 from diffrate.data import preprocessing, search_datasets
 from diffrate.devices import resolve_device
@@ -127,6 +127,7 @@ def search_command(
         mix = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=whole.num_classes)
     origin = {
         "checkpoint": None if checkpoint is None else str(checkpoint), "pretrained": pretrained, "model_kwargs": kwargs,
+        "num_classes": num_classes, "img_size": None if size is None else list(size),
         "data_dir": None if data_dir is None else str(data_dir), "dataset": dataset, "split": split,
         "preprocessing": preprocessing(whole, size, crop_pct, mean, std, interpolation),
     }  # fmt: skip
@@ -134,7 +135,7 @@ def search_command(
     result = search(
         whole, data, budget, recipe=recipe, costs=costs, steps=steps, batch_size=batch_size, held_out=held_out,
         mix=mix, seed=seed, workers=workers, accelerator=accelerator, output=output, resume=resume, name=model,
-        origin=origin,
+        origin=origin, command=running_command(),
     )  # fmt: skip
     accelerator.end_training()
     if accelerator.is_main_process:

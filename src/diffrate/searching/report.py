@@ -51,8 +51,8 @@ class SearchFolder(RunFolder):
         self.write("state.json", state)
         self.saved = time.monotonic()
 
-    def finish(self, result: SearchResult) -> None:
-        """Write what was found; several budgets get a file each."""
+    def finish(self, result: SearchResult, made: dict[str, Any]) -> None:
+        """Write what was found, and what `made` it: command, versions, machine. Several budgets get a file each."""
         if self.path is None or not self.main:
             return
         from diffrate.plots import kept_plot
@@ -63,7 +63,12 @@ class SearchFolder(RunFolder):
             schedule.save(self.path / file)
         self.write(
             "history.json",
-            {"seconds": result.seconds, "unreadable": result.unreadable, "steps": result.history},
+            {
+                "made": made,
+                "seconds": result.seconds,
+                "unreadable": result.unreadable,
+                "steps": result.history,
+            },
         )
         kept_plot(result.history, self.path / "kept.png")
 

@@ -23,6 +23,7 @@ from diffrate.errors import DiffRateError
 from diffrate.modes import frozen
 from diffrate.operator import Operator
 from diffrate.outputs import class_count
+from diffrate.results import origin as made_by
 from diffrate.schedule import Schedule
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import LAMBDAS, Budget, Space, check_budget, parse_budgets
@@ -81,6 +82,7 @@ def search(
     name: str | None = None,
     origin: Mapping[str, Any] | None = None,
     progress: bool = True,
+    command: str = "diffrate.search",
 ) -> SearchResult:
     """Learn how many tokens each block of `model` may keep within `budget`.
 
@@ -97,6 +99,7 @@ def search(
     lambdas     for the paper's recipe: weight of each metric's loss.
     output      folder for schedule, history, configuration and plot; with `resume` an interrupted search there goes on,
                 if `origin` (where weights and images come from) and everything else are the same.
+    command     what the folder says the search was started by.
     """
     if recipe not in RECIPES:
         raise DiffRateError(f"recipe must be one of {', '.join(RECIPES)}, not {recipe!r}")
@@ -160,7 +163,7 @@ def search(
         found.seconds,
         sorted(set(gather_object(found.unreadable))),
     )
-    folder.finish(result)
+    folder.finish(result, made_by(command, accelerator.device))
     return result
 
 
