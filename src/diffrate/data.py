@@ -408,10 +408,10 @@ def training_datasets(
     plain = create_transform(
         is_training=False, crop_pct=config["crop_pct"], crop_mode=config["crop_mode"], **shared
     )
-    grey = config["input_size"][0] == 1
+    mode = image_mode(config)
     sets = []
     for name, usual, transform in ((split, TRAIN_SPLITS, augment), (val_split, EVAL_SPLITS, plain)):
-        found = build_dataset(data_dir, dataset, name, class_map, grey=grey, usual=usual)
+        found = build_dataset(data_dir, dataset, name, class_map, mode=mode, usual=usual)
         if isinstance(found, IterableDataset):
             raise DiffRateError(
                 "training reads images in any order, which a stream cannot give: use folders or hfds/"

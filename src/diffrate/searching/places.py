@@ -18,6 +18,7 @@ from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.held_out import HeldOut
 
 REMOVALS = (1, 2, 3, 4, 6)  # how many blocks remove tokens, beside all of them
+SPENT = 0.97  # of the budget that counts must use: where removals alone take most of it, only the fewest tokens fit
 
 
 def best_places(space: Space, budget: Budget, operator: Operator, held_out: HeldOut) -> Space:
@@ -36,7 +37,11 @@ def best_places(space: Space, budget: Budget, operator: Operator, held_out: Held
 
 
 def places(space: Space, budget: Budget) -> list[Space]:
-    """Spaces with one to all blocks removing tokens, evenly spread, early and late, that can meet the budget."""
+    """Spaces with one to all blocks removing tokens, evenly spread, early and late, that can meet the budget.
+
+    Where the removals of many blocks take what the budget has, nothing lies between keeping next to no token and being
+    over it: such spaces are left out, if others can spend the budget.
+    """
     blocks = len(space.least)
     last_is_free = bool(space.most[-1] > space.least[-1])
     # A last block that keeps only the prefix stands for itself.
@@ -52,7 +57,14 @@ def places(space: Space, budget: Budget) -> list[Space]:
     dropped = torch.minimum(whole, space.most)
     if not last_is_free and float(space.used(dropped, budget)) > float(space.used(whole, budget)):
         variants = [_last_joined(variant) for variant in variants]
-    return [variant for variant in variants if not variant.over(variant.least, budget)]
+    possible = [variant for variant in variants if not variant.over(variant.least, budget)]
+    return [variant for variant in possible if _spent(variant, budget) >= SPENT] or possible
+
+
+def _spent(space: Space, budget: Budget) -> float:
+    """The share of the budget that the counts to begin from use."""
+    start = rounded(first_counts(space, budget), budget, space)
+    return float(space.used(torch.tensor(start, dtype=torch.float64), budget))
 
 
 def first_counts(space: Space, budget: Budget) -> Tensor:
