@@ -6,6 +6,7 @@ from diffrate.errors import DiffRateError, UnsupportedModelError
 from diffrate.operator import Operator
 from diffrate.profiling import profile
 from diffrate.reduction import restore
+from diffrate.saving import load, save
 from diffrate.schedule import Schedule, ScheduleError
 from diffrate.searching.cosearch import CosearchResult, cosearch
 from diffrate.searching.run import SearchResult, search
@@ -26,7 +27,9 @@ __all__ = [
     "compress",
     "cosearch",
     "gmacs",
+    "load",
     "profile",
     "restore",
+    "save",
     "search",
 ]

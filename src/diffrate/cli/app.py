@@ -15,6 +15,7 @@ from diffrate.cli import (
     cosearch,
     demo,
     evaluation,
+    export,
     models,
     profile,
     schedules,
@@ -43,6 +44,7 @@ app.command("eval")(evaluation.eval_command)
 app.command("methods")(comparison.methods)
 app.command("compare")(comparison.compare_command)
 app.command("bench")(bench.bench_command)
+app.command("export")(export.export_command)
 app.command("train")(train.train_command)
 app.command("demo")(demo.demo)
 app.add_typer(segment.app, name="segment")

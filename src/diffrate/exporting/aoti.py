@@ -1,0 +1,42 @@
+"""AOTInductor: the graph compiled ahead of time for this machine's CPU, to run without Python."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diffrate.errors import DiffRateError
+
+
+def write(graph: torch.export.ExportedProgram, path: Path) -> None:
+    """A .pt2 package of compiled code and weights."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if path.suffix != ".pt2":
+        raise DiffRateError(f"a compiled package is named *.pt2, not {path.name}")
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise DiffRateError("aoti compiles for this machine and needs a C++ compiler such as g++") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about itself
+        try:
+            torch._inductor.aoti_compile_and_package(graph, package_path=str(path))
+        except Exception as error:  # whatever Inductor or the compiler stumbles on
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise DiffRateError(f"Inductor cannot compile this model: {lines[0]}") from error
+
+
+def runner(path: Path) -> Callable[[Tensor], Tensor]:
+    loaded = torch._inductor.aoti_load_package(str(path))
+
+    def run(images: Tensor) -> Tensor:
+        output: Tensor = loaded(images)
+        return output
+
+    return run
