@@ -13,7 +13,7 @@ from torch import Tensor
 import diffrate
 from diffrate.cli import options as o
 from diffrate.cli.bench import read_batch_sizes, show_speeds
-from diffrate.cli.output import save_json, show_effective
+from diffrate.cli.output import note, save_json, show_effective
 from diffrate.compressed import CompressedModel
 from diffrate.data import build_loader
 from diffrate.errors import DiffRateError
@@ -75,12 +75,13 @@ def export_command(
     sizes = read_batch_sizes(batch_size)
     if bench and to != "onnx":
         raise DiffRateError("--bench times files of onnxruntime: it needs --to onnx")
+    saving: dict[str, Any] | None = None
     preprocessing: dict[str, Any] = {"crop_pct": crop_pct, "mean": mean, "std": std, "interpolation": interpolation}
     if from_ is not None:
         given = (model, checkpoint, num_classes, model_kwargs, img_size, schedule)
         if pretrained or any(value is not None for value in given):
             raise DiffRateError("--from brings its own model and schedule: give nothing else of them")
-        compressed, saving = diffrate.load(from_), {}
+        compressed = diffrate.load(from_)
     elif model is not None:
         size = None if img_size is None else o.read_size(img_size)
         kwargs = o.read_kwargs(model_kwargs)
@@ -94,12 +95,14 @@ def export_command(
     else:
         raise DiffRateError("give a --model, or --from with a folder of diffrate.save")
     seen = None if data_dir is None else _images(compressed, data_dir, images, preprocessing)
-    written = export(compressed, output, to, seen, tolerance, **(saving if to == "safetensors" else {}))
+    written = export(compressed, output, to, seen, tolerance, saving if to == "safetensors" else None)
     on = "images of noise" if data_dir is None else f"images of {data_dir}"
     typer.echo(
         f"{written.path}: {written.megabytes:.1f} MB, differs from PyTorch by at most "
         f"{written.largest_difference:.2g} on {written.images} {on}"
     )
+    if written.ties:
+        note(f"on {written.ties} of them two tokens tie, and rounding decides which goes, in PyTorch too")
     rows: list[dict[str, Any]] = []
     name = model or str(from_)
     for speeds in bench_onnx(compressed, output, sizes, repeats, schedule or "compressed") if bench else []:

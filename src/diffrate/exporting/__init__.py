@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,25 @@ from diffrate import kernels
 from diffrate.compressed import CompressedModel, compress
 from diffrate.errors import DiffRateError
 from diffrate.exporting import aoti, onnx_graph
+from diffrate.exporting.checking import Run, agreement
 from diffrate.outputs import main_output
 from diffrate.saving import landing, load, save
 
 FORMATS = ("torch-export", "onnx", "aoti", "safetensors")
 TOLERANCE = 1e-3
-Run = Callable[[Tensor], Tensor]
+MOST_TIES = 0.1  # of the images
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written and how well it agrees with PyTorch: the largest difference of any output."""
+    """A file that was written, and how well it agrees with PyTorch (see checking.Agreement)."""
 
     path: str
     to: str
     megabytes: float
     images: int
     largest_difference: float
+    ties: int
 
 
 class Outputs(nn.Module):
@@ -61,7 +63,7 @@ def export(
     to: str = "onnx",
     images: Tensor | None = None,
     tolerance: float = TOLERANCE,
-    **saving: Any,
+    saving: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write `model`, compressed or not, to `path` in the format `to`, if it then gives what PyTorch gives.
 
@@ -73,6 +75,10 @@ def export(
         raise DiffRateError(f"an export format is one of {', '.join(FORMATS)}, not {to!r}")
     if saving and to != "safetensors":
         raise DiffRateError(f"{', '.join(sorted(saving))} is for safetensors alone")
+    if to == "onnx":
+        onnx_graph.check_installed()
+    elif to == "aoti":
+        aoti.check_compiler()
     compressed = model if isinstance(model, CompressedModel) else compress(model)
     layout = compressed.backbone.layout
     shape = (layout.in_chans, *layout.img_size)
@@ -93,18 +99,18 @@ def export(
         torch.no_grad(),
     ):
         if to == "safetensors":
-            save(compressed, made, **saving)
+            save(compressed, made, **(saving or {}))
             run: Run = Outputs(load(made).float())
         else:
             run = _write(traced(lent, shape), to, made / path.name)
-        difference = max(_difference(lent, run, batch) for batch in (images, images[:1]))
-        if not difference <= tolerance:
+        found = agreement(lent, run, images, tolerance)
+        if not found.largest_difference <= tolerance or found.ties > MOST_TIES * len(images):
             raise DiffRateError(
-                f"the exported model differs from PyTorch by {difference:.2g} on {len(images)} images, more than "
-                f"{tolerance:g}: nothing was written"
+                f"the exported model differs from PyTorch by {found.largest_difference:.2g} on {len(images)} images "
+                f"({found.ties} more are ties), and {tolerance:g} is allowed: nothing was written"
             )
         size = sum(file.stat().st_size for file in made.iterdir()) / 1e6
-    return Exported(str(path), to, size, len(images), difference)
+    return Exported(str(path), to, size, **asdict(found))
 
 
 def traced(model: nn.Module, shape: tuple[int, ...]) -> torch.export.ExportedProgram:
@@ -131,14 +137,6 @@ def _write(graph: torch.export.ExportedProgram, to: str, path: Path) -> Run:
         torch.export.save(graph, path)
         loaded: Run = torch.export.load(path).module()
         return loaded
-
-
-def _difference(model: nn.Module, run: Run, images: Tensor) -> float:
-    """The largest of any output; infinite where one is not a number."""
-    ours, theirs = model(images), run(images)
-    if ours.shape != theirs.shape or not theirs.isfinite().all():
-        return float("inf")
-    return (ours - theirs).abs().max().item()
 
 
 def _first_line(error: Exception) -> str:

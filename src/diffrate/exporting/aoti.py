@@ -12,17 +12,20 @@ from torch import Tensor
 from diffrate.errors import DiffRateError
 
 
+def check_compiler() -> None:
+    """Say so where there is none, before anything takes time."""
+    from torch._inductor import cpp_builder, exc  # loading Inductor takes seconds
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise DiffRateError("aoti compiles for this machine and needs a C++ compiler such as g++") from None
+
+
 def write(graph: torch.export.ExportedProgram, path: Path) -> None:
     """A .pt2 package of compiled code and weights."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
     if path.suffix != ".pt2":
         raise DiffRateError(f"a compiled package is named *.pt2, not {path.name}")
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise DiffRateError("aoti compiles for this machine and needs a C++ compiler such as g++") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about itself
         try:

@@ -17,12 +17,14 @@ OPSET = 18  # of 2022: old enough for most runtimes
 INPUT, OUTPUT = "images", "logits"
 
 
+def check_installed() -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        optional(package)
+
+
 def write(graph: torch.export.ExportedProgram, path: Path) -> None:
     """The graph as an ONNX file; weights above 2 GB go to a file of their own beside it."""
-    optional("onnx")
-    onnxscript: Any = optional("onnxscript")
-    optional("onnxruntime")
-    op: Any = getattr(onnxscript, f"opset{OPSET}")
+    op: Any = getattr(optional("onnxscript"), f"opset{OPSET}")
 
     def stable_sort(values: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
         # Of equal values TopK takes the one with the lower index first, as a stable sort does.
