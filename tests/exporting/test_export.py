@@ -172,6 +172,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 # --- the command --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command(
     diffrate_cli: Cli, tmp_path: Path, checkpoint: Path, image_folder: Path, tiny_vit: nn.Module
 ) -> None:
