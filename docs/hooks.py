@@ -64,7 +64,9 @@ def _section(title: str, command: Any) -> list[str]:
     lines += ["| option | | default |", "| --- | --- | --- |"]
     for option in command.params:
         names = "`, `".join([*option.opts, *option.secondary_opts])
-        default = "" if option.default in (None, False, "") or callable(option.default) else f"`{option.default}`"
+        default = (
+            "" if option.default in (None, False, "") or callable(option.default) else f"`{option.default}`"
+        )
         default = "required" if option.required else default
         explained = re.sub(r"\[default: .*\]", "", option.help or "").replace("|", r"\|").strip()
         lines.append(f"| `{names}` | {explained} | {default} |")

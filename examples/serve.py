@@ -3,8 +3,8 @@
     DIFFRATE_MODEL=folder uvicorn examples.serve:app
 
 Uploads are strangers': a request is refused by its declared length, the format and the number of pixels are read from
-an image's header before anything is decoded, and only PNG, JPEG and WebP are tried at all. One worker is one model; put a
-proxy with timeouts, TLS and rate limits in front.
+an image's header before anything is decoded, and only PNG, JPEG and WebP are tried at all. One worker is one
+model; put a proxy with timeouts, TLS and rate limits in front.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def create_app(model: diffrate.CompressedModel) -> FastAPI:
     config = preprocessing(model.original)
     transform: Any = create_transform(**config, is_training=False)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
-    one_at_a_time = threading.Lock()  # requests come on several threads; two forwards at once only slow each other
+    one_at_a_time = (
+        threading.Lock()
+    )  # requests come on several threads; two forwards at once only slow each other
     app = FastAPI(title="diffrate")
 
     @app.middleware("http")

@@ -33,7 +33,9 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"url": f"{self.server.url}/somebody/{name.split('/')[-1]}"})
         elif self.path.endswith("/preupload/main"):
             paths = [file["path"] for file in json.loads(body)["files"]]
-            self.answer({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
+            self.answer(
+                {"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]}
+            )
         elif "/commit/main" in self.path:
             repository = self.path.split("/api/models/")[1].split("/commit/")[0]
             for line in map(json.loads, body.splitlines()):
@@ -70,7 +72,12 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(entries)
             return
         self.answer(
-            {"id": repository, "modelId": repository, "sha": COMMIT, "siblings": [{"rfilename": p} for p in files]}
+            {
+                "id": repository,
+                "modelId": repository,
+                "sha": COMMIT,
+                "siblings": [{"rfilename": p} for p in files],
+            }
         )
 
     def do_HEAD(self) -> None:
@@ -132,7 +139,12 @@ def test_there_and_back(hub: Any, tmp_path: Path) -> None:
         "PYTHONWARNINGS": "ignore",
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr + str(hub.seen)
     assert "refused: cannot load somebody/nothing" in done.stdout

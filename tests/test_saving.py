@@ -63,7 +63,11 @@ def test_the_files_can_be_read_without_diffrate(saved: Path) -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in whole.state_dict().items())
     config = json.loads((saved / "config.json").read_text())
     assert config["weights_sha256"] == hashlib.sha256((saved / "model.safetensors").read_bytes()).hexdigest()
-    assert (config["model"], config["num_classes"], config["img_size"]) == ("vit_tiny_patch16_224", 7, [32, 32])
+    assert (config["model"], config["num_classes"], config["img_size"]) == (
+        "vit_tiny_patch16_224",
+        7,
+        [32, 32],
+    )
     built = timm.create_model(
         config["model"], num_classes=7, img_size=config["img_size"], **config["model_kwargs"]
     ).eval()
@@ -88,7 +92,9 @@ def small(name: str) -> nn.Module:
         case "embedded":
             return embedded.model()
         case "eva":
-            return timm.create_model("eva02_tiny_patch14_336", img_size=56, depth=3, embed_dim=48, num_heads=2)
+            return timm.create_model(
+                "eva02_tiny_patch14_336", img_size=56, depth=3, embed_dim=48, num_heads=2
+            )
         case "half":
             return random_vit().to(torch.bfloat16)
         case "vit":
@@ -128,7 +134,7 @@ def test_torchvision_by_its_shape() -> None:
 def test_a_model_that_does_not_tell_how_it_was_built(kwargs: dict[str, object], tmp_path: Path) -> None:
     """A narrower MLP shows in the weights; another activation only in the numbers."""
     fast = diffrate.compress(random_vit(**kwargs), SCHEDULE)
-    with pytest.raises(diffrate.DiffRateError, match="when it is built again|cannot be built again"):
+    with pytest.raises(diffrate.DiffRateError, match=r"when it is built again|cannot be built again"):
         diffrate.save(fast, tmp_path / "new" / "saved")
     assert not list(tmp_path.iterdir())
     shape = {"patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 2}
@@ -139,7 +145,9 @@ def test_a_model_that_does_not_tell_how_it_was_built(kwargs: dict[str, object], 
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    with pytest.raises(diffrate.DiffRateError, match="what diffrate.compress returns, not a VisionTransformer"):
+    with pytest.raises(
+        diffrate.DiffRateError, match=r"what diffrate\.compress returns, not a VisionTransformer"
+    ):
         diffrate.save(random_vit(), tmp_path / "saved")
     rival = methods.build("tome", random_vit(), 0.002)
     with pytest.raises(diffrate.DiffRateError, match="a rule of its own"):
@@ -155,10 +163,10 @@ def test_missing_and_damaged_files(saved: Path) -> None:
     whole = weights.read_bytes()
     for damaged in (whole[:-8], whole[:-1] + bytes([whole[-1] ^ 1])):
         weights.write_bytes(damaged)
-        with pytest.raises(diffrate.DiffRateError, match="model.safetensors is damaged"):
+        with pytest.raises(diffrate.DiffRateError, match=r"model\.safetensors is damaged"):
             diffrate.load(saved)
     weights.unlink()
-    with pytest.raises(diffrate.DiffRateError, match="there is no .*model.safetensors"):
+    with pytest.raises(diffrate.DiffRateError, match=r"there is no .*model\.safetensors"):
         diffrate.load(saved)
     for text, sentence in (
         ("{", "is no JSON"),
@@ -171,7 +179,7 @@ def test_missing_and_damaged_files(saved: Path) -> None:
         with pytest.raises(diffrate.DiffRateError, match=sentence):
             diffrate.load(saved)
     config.unlink()
-    with pytest.raises(diffrate.DiffRateError, match="cannot read .*config.json"):
+    with pytest.raises(diffrate.DiffRateError, match=r"cannot read .*config\.json"):
         diffrate.load(saved)
 
 
@@ -192,7 +200,10 @@ SHAPE = {"patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 2}
     [
         ({"model_kwargs": {**SHAPE, "checkpoint_path": "evil.pth"}}, "'checkpoint_path' is no argument"),
         ({"model_kwargs": {**SHAPE, "pretrained": True}}, "'pretrained' is no argument"),
-        ({"model_kwargs": {**SHAPE, "pretrained_cfg": {"url": "http://x"}}}, "'pretrained_cfg' is no argument"),
+        (
+            {"model_kwargs": {**SHAPE, "pretrained_cfg": {"url": "http://x"}}},
+            "'pretrained_cfg' is no argument",
+        ),
         ({"model_kwargs": {**SHAPE, "act_layer": {"a": 1}}}, "'act_layer' must be text"),
         ({"model_kwargs": {**SHAPE, "embed_dim": 10**9}}, "'embed_dim' is 1000000000"),
         ({"model_kwargs": {**SHAPE, "depth": 60_000}}, "more blocks than"),

@@ -66,7 +66,9 @@ def expected(model: nn.Module, seed: int) -> torch.Tensor:
 
     transform: Any = create_transform(**preprocessing(model), is_training=False)
     with torch.no_grad():
-        return diffrate.compress(model, SCHEDULE)(transform(Image.fromarray(pixels(seed)))[None]).softmax(-1)[0]
+        return diffrate.compress(model, SCHEDULE)(transform(Image.fromarray(pixels(seed)))[None]).softmax(-1)[
+            0
+        ]
 
 
 def test_one_image_and_several(client: Any, tiny_vit: nn.Module) -> None:
@@ -74,7 +76,9 @@ def test_one_image_and_several(client: Any, tiny_vit: nn.Module) -> None:
     assert answer.status_code == 200
     wanted = expected(tiny_vit, 0)
     assert answer.json()["classes"] == wanted.argsort(descending=True).tolist()
-    assert answer.json()["probabilities"] == pytest.approx(wanted.sort(descending=True).values.tolist(), abs=1e-6)
+    assert answer.json()["probabilities"] == pytest.approx(
+        wanted.sort(descending=True).values.tolist(), abs=1e-6
+    )
     several = client.post("/predict-batch", files=[("images", png(seed)) for seed in (0, 1)])
     assert several.status_code == 200
     for found, seed in zip(several.json(), (0, 1), strict=True):

@@ -51,14 +51,23 @@ class HubModel(
     def from_pretrained(cls: type[Model], pretrained_model_name_or_path: str | Path, **options: Any) -> Model:
         """The model of a repository on the hub, or of a folder; options are those of huggingface_hub's mixin."""
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, **options)  # type: ignore[misc]
+            return super().from_pretrained(pretrained_model_name_or_path, **options)
         except DiffRateError:
             raise
-        except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, ValueError, AttributeError) as error:
-            raise DiffRateError(f"cannot load {pretrained_model_name_or_path}: {_first_line(error)}") from error
+        except (
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            HFValidationError,
+            OSError,
+            ValueError,
+            AttributeError,
+        ) as error:
+            raise DiffRateError(
+                f"cannot load {pretrained_model_name_or_path}: {_first_line(error)}"
+            ) from error
 
     @classmethod
-    def _from_pretrained(  # type: ignore[override]  # what __init__ would take is read from the folder
+    def _from_pretrained(  # what __init__ would take is read from the folder
         cls, *, model_id: str, revision: str | None, cache_dir: Any, force_download: bool, local_files_only: bool,
         token: Any, **_: Any,
     ) -> Any:  # fmt: skip

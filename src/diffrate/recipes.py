@@ -21,14 +21,14 @@ from diffrate.errors import DiffRateError, shown
 from diffrate.libraries import optional, split_name
 from diffrate.models import load_model
 
-# What may shape a model of timm. Not among them, and never to be: checkpoint_path, pretrained, pretrained_cfg, cache_dir.
+# What may shape a model of timm. Never to be among them: checkpoint_path, pretrained, pretrained_cfg, cache_dir.
 TIMM_ARGUMENTS = {
-    *("patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "qk_norm", "init_values"),
-    *("global_pool", "class_token", "reg_tokens", "no_embed_class", "pre_norm", "final_norm", "fc_norm", "pos_embed"),
-    *("dynamic_img_size", "dynamic_img_pad", "drop_rate", "drop_path_rate", "proj_drop_rate", "attn_drop_rate"),
-    *("use_rot_pos_emb", "use_abs_pos_emb", "use_rel_pos_bias", "use_shared_rel_pos_bias", "skip_lam"),
-    *("qkv_fused", "swiglu_mlp", "scale_mlp", "scale_attn_inner", "act_layer", "norm_layer"),
-}
+    "patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "qk_norm", "init_values",
+    "global_pool", "class_token", "reg_tokens", "no_embed_class", "pre_norm", "final_norm", "fc_norm", "pos_embed",
+    "dynamic_img_size", "dynamic_img_pad", "drop_rate", "drop_path_rate", "proj_drop_rate", "attn_drop_rate",
+    "use_rot_pos_emb", "use_abs_pos_emb", "use_rel_pos_bias", "use_shared_rel_pos_bias", "skip_lam",
+    "qkv_fused", "swiglu_mlp", "scale_mlp", "scale_attn_inner", "act_layer", "norm_layer",
+}  # fmt: skip
 TORCHVISION_ARGUMENTS = {"dropout", "attention_dropout", "representation_size"}
 OPENCLIP_ARGUMENTS: set[str] = set()
 LARGEST = 1 << 16  # of a number that shapes a model
@@ -72,7 +72,9 @@ class Recipe:
         return cls(name, classes, size, kwargs)
 
 
-def recipe_of(model: nn.Module, name: str | None = None, model_kwargs: dict[str, Any] | None = None) -> Recipe:
+def recipe_of(
+    model: nn.Module, name: str | None = None, model_kwargs: dict[str, Any] | None = None
+) -> Recipe:
     """How to build `model` again, as far as the model itself knows; `name` and `model_kwargs` where it does not."""
     backbone = backbone_of(model)
     library = backbone.library if name is None else split_name(name)[0]
@@ -80,7 +82,9 @@ def recipe_of(model: nn.Module, name: str | None = None, model_kwargs: dict[str,
     size = backbone.layout.img_size
     match library:
         case "transformers":
-            return Recipe(name or f"transformers:{type(model).__name__}", None, None, config_values(model.config))
+            return Recipe(
+                name or f"transformers:{type(model).__name__}", None, None, config_values(model.config)
+            )
         case "torchvision":
             found = name or f"torchvision:{_torchvision_name(model)}"
             return Recipe(found, _out_features(model), size, model_kwargs or {})
@@ -172,7 +176,9 @@ def _check_name(name: str) -> None:
     library, own = split_name(name)
     known = False
     if library == "timm":
-        known = ":" not in name and timm.is_model(name)  # "hf-hub:…" and "local-dir:…" would load what they name
+        known = ":" not in name and timm.is_model(
+            name
+        )  # "hf-hub:…" and "local-dir:…" would load what they name
     elif library == "transformers":
         transformers: Any = optional("transformers")
         model_class = getattr(transformers, own, None) if own.isidentifier() else None

@@ -57,7 +57,9 @@ def save(
     if type(compressed)._run_block is not CompressedModel._run_block:
         raise DiffRateError("only models under a schedule can be saved, and this one has a rule of its own")
     recipe = recipe_of(compressed.original, model, model_kwargs)
-    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in compressed.state_dict().items()}
+    state = {
+        name: tensor.detach().cpu().contiguous().clone() for name, tensor in compressed.state_dict().items()
+    }
     with landing(Path(folder)) as made:
         save_file(state, made / WEIGHTS, metadata={"format": "pt"})
         config = {
@@ -67,7 +69,11 @@ def save(
             "data_config": _data_config(compressed, data_config or {}),
             "schedule": replace(compressed.schedule, operator=compressed.operator).to_dict(),
             "weights_sha256": _digest(made / WEIGHTS),
-            "made_with": {"diffrate": diffrate.__version__, "torch": torch.__version__, "timm": version("timm")},
+            "made_with": {
+                "diffrate": diffrate.__version__,
+                "torch": torch.__version__,
+                "timm": version("timm"),
+            },
         }
         try:
             text = json.dumps(config, indent=2, allow_nan=False)
@@ -128,7 +134,9 @@ def _data_config(compressed: CompressedModel, given: dict[str, Any]) -> dict[str
     unknown = set(given) - set(PREPROCESSING)
     if unknown:
         raise DiffRateError(f"preprocessing has no {', '.join(sorted(map(shown, unknown)))}")
-    config = preprocessing(compressed.original, layout.img_size) | {"input_size": (layout.in_chans, *layout.img_size)}
+    config = preprocessing(compressed.original, layout.img_size) | {
+        "input_size": (layout.in_chans, *layout.img_size)
+    }
     config |= given
     return {name: config[name] for name in PREPROCESSING if config.get(name) is not None}
 
@@ -164,7 +172,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise DiffRateError(f'{path} is no model of diffrate.save: it has no "format": "{FORMAT}"')
     if config.get("version") != VERSION or type(config["version"]) is not int:
-        raise DiffRateError(f"{path} has version {shown(config.get('version'))}, and only {VERSION} is known here")
+        raise DiffRateError(
+            f"{path} has version {shown(config.get('version'))}, and only {VERSION} is known here"
+        )
     return config
 
 
@@ -208,7 +218,9 @@ def _check_the_way_back(compressed: CompressedModel, folder: Path) -> None:
     some = next(p for p in compressed.parameters() if p.is_floating_point())
     again.to(some.device)
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(1, layout.in_chans, *layout.img_size, generator=generator).to(some.device, some.dtype)
+    images = torch.randn(1, layout.in_chans, *layout.img_size, generator=generator).to(
+        some.device, some.dtype
+    )
     with torch.no_grad(), evaluating(compressed):
         for ours, theirs in (
             (compressed.forward_tokens(images).x, again.forward_tokens(images).x),

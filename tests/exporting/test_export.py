@@ -87,7 +87,9 @@ def test_torch_export(tmp_path: Path) -> None:
     export(fast, tmp_path / "fast.pt2", "torch-export", images())
     program = torch.export.load(tmp_path / "fast.pt2")
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert not [target for target in targets if "diffrate" in target or "scatter" in target or "index_add" in target]
+    assert not [
+        target for target in targets if "diffrate" in target or "scatter" in target or "index_add" in target
+    ]
     with torch.no_grad():
         for count in (1, 6):
             assert torch.allclose(program.module()(images(count)), fast(images(count)), atol=1e-5)
@@ -130,7 +132,7 @@ def test_an_export_that_differs_is_not_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(exporting, "traced", lambda model, shape: None)
     for wrong in (lambda x: torch.zeros(len(x), 7), lambda x: torch.full((len(x), 7), torch.nan)):
         monkeypatch.setattr(exporting, "_write", lambda graph, to, path, wrong=wrong: wrong)
-        with pytest.raises(diffrate.DiffRateError, match="differs from PyTorch by .*: nothing was written"):
+        with pytest.raises(diffrate.DiffRateError, match=r"differs from PyTorch by .*: nothing was written"):
             export(compressed(), tmp_path / "fast.pt2", "torch-export")
     assert (tmp_path / "fast.pt2").read_text() == "older"
     assert len(list(tmp_path.iterdir())) == 1
@@ -178,7 +180,16 @@ def test_command(
 ) -> None:
     schedule, kept = tmp_path / "schedule.json", (17, 17, 9, 9)
     diffrate.Schedule(kept, kept).save(schedule)
-    flags = ["export", *TINY_FLAGS, "--checkpoint", checkpoint, "--schedule", schedule, "--data-dir", image_folder]
+    flags = [
+        "export",
+        *TINY_FLAGS,
+        "--checkpoint",
+        checkpoint,
+        "--schedule",
+        schedule,
+        "--data-dir",
+        image_folder,
+    ]
     saved = tmp_path / "saved"
     ran = diffrate_cli(*flags, "--to", "safetensors", "--crop-pct", "1.0", "-o", saved)
     assert ran.code == 0, ran.err
@@ -195,7 +206,9 @@ def test_command(
     results = json.loads(out.read_text())["results"]
     assert results["largest_difference"] < 1e-4
     assert [row["name"] for row in results["rows"]] == ["uncompressed", "compressed"]
-    assert results["rows"][1]["gmacs"] == pytest.approx(diffrate.gmacs(tiny_vit, diffrate.Schedule(kept, kept)))
+    assert results["rows"][1]["gmacs"] == pytest.approx(
+        diffrate.gmacs(tiny_vit, diffrate.Schedule(kept, kept))
+    )
     session = onnxruntime.InferenceSession(tmp_path / "fast.onnx", providers=["CPUExecutionProvider"])
     x = images(2)
     with torch.no_grad():
@@ -206,9 +219,13 @@ def test_command(
 def test_mistakes(diffrate_cli: Cli, tmp_path: Path) -> None:
     output = ["-o", tmp_path / "fast"]
     check_refused(diffrate_cli("export", *output), "give a --model, or --from")
-    check_refused(diffrate_cli("export", *output, "--from", tmp_path, "--pretrained"), "--from brings its own")
+    check_refused(
+        diffrate_cli("export", *output, "--from", tmp_path, "--pretrained"), "--from brings its own"
+    )
     check_refused(diffrate_cli("export", *output, "--from", tmp_path), "cannot read .*config.json")
-    check_refused(diffrate_cli("export", *TINY_FLAGS, *output, "--to", "tflite"), "an export format is one of")
+    check_refused(
+        diffrate_cli("export", *TINY_FLAGS, *output, "--to", "tflite"), "an export format is one of"
+    )
     check_refused(diffrate_cli("export", *TINY_FLAGS, *output, "--to", "aoti", "--bench"), "--bench times")
     assert not list(tmp_path.iterdir())
 

@@ -25,13 +25,18 @@ from diffrate.results import check_target
 
 def export_command(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write; for safetensors a folder.", rich_help_panel=o.RUN)
+        Path,
+        typer.Option(
+            "--output", "-o", help="File to write; for safetensors a folder.", rich_help_panel=o.RUN
+        ),
     ],
     to: Annotated[str, typer.Option(help=f"Format: {', '.join(FORMATS)}.", rich_help_panel=o.RUN)] = "onnx",
     model: Annotated[str | None, typer.Option(help="timm model name.", rich_help_panel=o.MODEL)] = None,
     from_: Annotated[
         Path | None,
-        typer.Option("--from", help="A folder of diffrate.save, instead of --model.", rich_help_panel=o.MODEL),
+        typer.Option(
+            "--from", help="A folder of diffrate.save, instead of --model.", rich_help_panel=o.MODEL
+        ),
     ] = None,
     checkpoint: o.Checkpoint = None,
     pretrained: o.Pretrained = False,
@@ -56,13 +61,17 @@ def export_command(
     bench: Annotated[
         bool,
         typer.Option(
-            "--bench", help="Time it in onnxruntime against the whole model, exported too.", rich_help_panel=o.RUN
+            "--bench",
+            help="Time it in onnxruntime against the whole model, exported too.",
+            rich_help_panel=o.RUN,
         ),
     ] = False,
     batch_size: Annotated[
         str, typer.Option(help="Images per batch for --bench; several as 1,8.", rich_help_panel=o.RUN)
     ] = "1,8",
-    repeats: Annotated[int, typer.Option(help="Timed samples for --bench.", min=4, rich_help_panel=o.RUN)] = 20,
+    repeats: Annotated[
+        int, typer.Option(help="Timed samples for --bench.", min=4, rich_help_panel=o.RUN)
+    ] = 20,
     json: o.JsonFile = None,
 ) -> None:
     """Export a model under a schedule, for any batch size, and check it against PyTorch before it is written.
@@ -76,7 +85,12 @@ def export_command(
     if bench and to != "onnx":
         raise DiffRateError("--bench times files of onnxruntime: it needs --to onnx")
     saving: dict[str, Any] | None = None
-    preprocessing: dict[str, Any] = {"crop_pct": crop_pct, "mean": mean, "std": std, "interpolation": interpolation}
+    preprocessing: dict[str, Any] = {
+        "crop_pct": crop_pct,
+        "mean": mean,
+        "std": std,
+        "interpolation": interpolation,
+    }
     if from_ is not None:
         given = (model, checkpoint, num_classes, model_kwargs, img_size, schedule)
         if pretrained or any(value is not None for value in given):

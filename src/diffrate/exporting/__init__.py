@@ -119,7 +119,9 @@ def traced(model: nn.Module, shape: tuple[int, ...]) -> torch.export.ExportedPro
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about itself
         try:
-            return torch.export.export(model, (torch.zeros(2, *shape),), dynamic_shapes=({0: batch},), strict=False)
+            return torch.export.export(
+                model, (torch.zeros(2, *shape),), dynamic_shapes=({0: batch},), strict=False
+            )
         except Exception as error:  # a model that looks at its values, or does what the tracer does not know
             raise DiffRateError(f"torch.export cannot trace this model: {_first_line(error)}") from error
 

@@ -30,7 +30,10 @@ class Agreement:
 def agreement(ours: Run, theirs: Run, images: Tensor, tolerance: float) -> Agreement:
     """Compare two models on images in batches, and on the first one by itself."""
     largest, ties = 0.0, set()
-    for first, batch in [(0, images[:1]), *zip(range(0, len(images), AT_ONCE), images.split(AT_ONCE), strict=True)]:
+    for first, batch in [
+        (0, images[:1]),
+        *zip(range(0, len(images), AT_ONCE), images.split(AT_ONCE), strict=True),
+    ]:
         expected, given = ours(batch), theirs(batch)
         if expected.shape != given.shape or not given.isfinite().all():
             return Agreement(len(images), float("inf"), 0)

@@ -45,7 +45,9 @@ def write(graph: torch.export.ExportedProgram, path: Path) -> None:
             program.save(str(path))
         except Exception as error:  # the exporter raises its own kinds for operators that it does not know
             reason = str(error).strip().splitlines()
-            raise DiffRateError(f"torch cannot write this model as ONNX: {reason[-1] if reason else error}") from error
+            raise DiffRateError(
+                f"torch cannot write this model as ONNX: {reason[-1] if reason else error}"
+            ) from error
 
 
 def runner(path: Path, threads: int = 0) -> Callable[[Tensor], Tensor]:

@@ -33,7 +33,10 @@ def bench_onnx(
     ]
     with tempfile.TemporaryDirectory() as folder:
         export(whole, Path(folder) / "whole.onnx")
-        sessions = {UNCOMPRESSED: onnx_graph.runner(Path(folder) / "whole.onnx"), name: onnx_graph.runner(Path(path))}
+        sessions = {
+            UNCOMPRESSED: onnx_graph.runner(Path(folder) / "whole.onnx"),
+            name: onnx_graph.runner(Path(path)),
+        }
         for batch_size in batch_sizes:
             images = torch.randn(batch_size, layout.in_chans, *layout.img_size)
             runs: dict[str, Callable[[], Any]] = {row: partial(run, images) for row, run in sessions.items()}
