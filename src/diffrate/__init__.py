@@ -3,6 +3,7 @@
 from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError, UnsupportedModelError
+from diffrate.exporting import export
 from diffrate.operator import Operator
 from diffrate.profiling import profile
 from diffrate.reduction import restore
@@ -26,6 +27,7 @@ __all__ = [
     "UnsupportedModelError",
     "compress",
     "cosearch",
+    "export",
     "gmacs",
     "load",
     "profile",

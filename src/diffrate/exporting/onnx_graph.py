@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,11 @@ def write(graph: torch.export.ExportedProgram, path: Path) -> None:
         # Of equal values TopK takes the one with the lower index first, as a stable sort does.
         return op.TopK(values, op.Shape(values, start=dim), axis=dim, largest=int(descending), sorted=1)
 
+    remarks = logging.getLogger("onnxscript")
+    level = remarks.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter, about itself
+        remarks.setLevel(logging.ERROR)
         try:
             program: Any = torch.onnx.export(
                 graph,
@@ -48,6 +52,8 @@ def write(graph: torch.export.ExportedProgram, path: Path) -> None:
             raise DiffRateError(
                 f"torch cannot write this model as ONNX: {reason[-1] if reason else error}"
             ) from error
+        finally:
+            remarks.setLevel(level)
 
 
 def runner(path: Path, threads: int = 0) -> Callable[[Tensor], Tensor]:
