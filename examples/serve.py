@@ -50,7 +50,7 @@ def create_app(model: diffrate.CompressedModel) -> FastAPI:
             if not declared.isdecimal():
                 return JSONResponse({"detail": "say the length of the request"}, 411)
             images = 1 if request.url.path == "/predict" else MOST_IMAGES
-            if int(declared) > images * MOST_BYTES + SLACK:
+            if len(declared) > 12 or int(declared) > images * MOST_BYTES + SLACK:
                 return JSONResponse({"detail": "the request is too large"}, 413)
         return await proceed(request)
 

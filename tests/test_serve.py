@@ -102,6 +102,10 @@ def test_limits(client: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert client.post("/predict-batch", files=[("images", png(0))] * 17).status_code == 413
     assert client.post("/predict", content=iter([b"x"]), headers={"content-type": "x"}).status_code == 411
 
+    for length in ("9" * 12, "9" * 5000):
+        declared = {"content-type": "x", "content-length": length}
+        assert client.post("/predict", content=b"x", headers=declared).status_code == 413
+
     monkeypatch.setattr(serve, "MOST_BYTES", 1000)
     monkeypatch.setattr(serve, "SLACK", 1000)
     assert post(png(0)) == 413  # by what it declares
