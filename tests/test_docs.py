@@ -110,6 +110,21 @@ def test_mentioned_commands_and_flags_exist(words: list[str]) -> None:
     assert problem_with(words, whole=False) is None
 
 
+def known_flags(command: Any) -> set[str]:
+    inner = getattr(command, "commands", {}).values()
+    own = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    return own.union({"--help"}, *map(known_flags, inner))
+
+
+def test_flags_by_themselves_exist() -> None:
+    """`--flag value` in a sentence belongs to some command."""
+    known = known_flags(typer.main.get_command(app))
+    for page in PAGES:
+        for span in re.findall(r"`(--[a-z][^`\n]*)`", page.read_text(encoding="utf-8")):
+            for flag in re.findall(r"--[a-z][a-z-]*", span):
+                assert flag in known, f"{page.name}: {span}"
+
+
 def test_a_wrong_command_is_noticed() -> None:
     assert problem_with(["eval", "--model", "x", "--sheduel", "y"]) == "there is no flag --sheduel"
     assert problem_with(["evaluate"]) == "there is no command evaluate"
