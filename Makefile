@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test lint docs
 
 setup: $(STAMP)
 
@@ -20,6 +20,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: setup  # build/site/index.html opens from disk; `make test` builds it too, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: lint
 	$(BIN)/python -m pytest

@@ -3,9 +3,11 @@
 from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError, UnsupportedModelError
+from diffrate.exporting import export
 from diffrate.operator import Operator
 from diffrate.profiling import profile
 from diffrate.reduction import restore
+from diffrate.saving import load, save
 from diffrate.schedule import Schedule, ScheduleError
 from diffrate.searching.cosearch import CosearchResult, cosearch
 from diffrate.searching.run import SearchResult, search
@@ -26,9 +28,12 @@ __all__ = [
     "UnsupportedModelError",
     "compress",
     "cosearch",
+    "export",
     "gmacs",
+    "load",
     "profile",
     "restore",
+    "save",
     "search",
     "visualize",
 ]

@@ -20,6 +20,7 @@ from diffrate import kernels, ranking
 from diffrate.backbones import Backbone, Layout, backbone_of
 from diffrate.backbones.base import Attention
 from diffrate.backbones.timm_metaformer import TimmMetaFormer
+from diffrate.hub import HubModel
 from diffrate.mixing import mix
 from diffrate.operator import Operator
 from diffrate.outputs import class_count
@@ -70,7 +71,7 @@ def compress(
     return CompressedModel(model, schedule, operator)
 
 
-class CompressedModel(nn.Module):
+class CompressedModel(nn.Module, HubModel):
     """A model that runs under a schedule. Its state_dict has the original's keys, so checkpoints are ordinary ones."""
 
     def __init__(self, original: nn.Module, schedule: Schedule, operator: Operator) -> None:

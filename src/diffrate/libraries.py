@@ -16,7 +16,11 @@ from torch import nn
 
 from diffrate.errors import DiffRateError
 
-EXTRAS = {"transformers": "hf", "open_clip": "openclip"}
+EXTRAS = {
+    "transformers": "hf",
+    "open_clip": "openclip",
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "export"),
+}
 
 Create = Callable[[str, bool, int | None, tuple[int, int] | None, dict[str, Any]], nn.Module]
 

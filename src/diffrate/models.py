@@ -96,10 +96,12 @@ def _load_weights(model: nn.Module, name: str, checkpoint: Path) -> None:
     try:
         load_checkpoint(model, str(checkpoint), filter_fn=getattr(family, "checkpoint_filter_fn", None))
     except Exception as error:  # a corrupt file raises whatever its format's parser raises
-        raise DiffRateError(f"checkpoint {checkpoint} does not load into {name}: {_reason(error)}") from error
+        raise DiffRateError(
+            f"checkpoint {checkpoint} does not load into {name}: {what_does_not_fit(error)}"
+        ) from error
 
 
-def _reason(error: Exception) -> str:
+def what_does_not_fit(error: Exception) -> str:
     """Torch lists every key that does not fit; the first ones say enough."""
     text = " ".join(str(error).split())
     _, found, keys = text.partition("Error(s) in loading state_dict for ")

@@ -134,15 +134,13 @@ def join(
     joiner, and never falls below 1, so that its logarithm stays finite.
     """
     x, sizes = tokens.x, tokens.sizes()
-    size = sizes[:, :keep].scatter_add(1, target, sizes[:, keep:] * similarity).clamp_min(1.0)
+    size = added_at(sizes[:, :keep], target, sizes[:, keep:] * similarity).clamp_min(1.0)
     w = torch.ones_like(sizes) if weight is None else weight
-    total = w[:, :keep].scatter_add(1, target, w[:, keep:])
+    total = added_at(w[:, :keep], target, w[:, keep:])
     # Shares, not sums: a sum of a hundred half-precision features would lose what the mean needs.
     share = (w[:, :keep] / total).unsqueeze(-1).to(x.dtype)
     given = (w[:, keep:] / total.gather(1, target)).unsqueeze(-1).to(x.dtype)
-    merged = (x[:, :keep] * share).flatten(0, 1)
-    merged = merged.index_add_(0, flat_rows(target, keep), (x[:, keep:] * given).flatten(0, 1))
-    merged = merged.unflatten(0, (x.shape[0], keep))
+    merged = added_at(x[:, :keep] * share, target, x[:, keep:] * given)
 
     patches, positions = tokens.patches, tokens.positions
     stay = torch.arange(keep, device=x.device).expand(x.shape[0], -1)
@@ -152,6 +150,23 @@ def join(
         positions = positions.taken(stay)
     joined = replace(tokens, x=merged, size=size, patches=patches, positions=positions, log_size=None)
     return joined, None if weight is None else total
+
+
+def added_at(base: Tensor, target: Tensor, given: Tensor) -> Tensor:
+    """`base` (B, K) or (B, K, C) with row j of `given` (B, J) or (B, J, C) added at row target[b, j].
+
+    Features, the latter, are added in place.
+    """
+    rows = base.shape[1]
+    if torch.compiler.is_exporting():
+        # Other runtimes lack scatter-add or are slow at it: in an exported graph, membership is a matrix product.
+        members = target.unsqueeze(1) == torch.arange(rows, device=target.device)[:, None]  # (B, K, J)
+        joined = members.to(given.dtype) @ (given if given.dim() == 3 else given.unsqueeze(-1))
+        return base + joined.view_as(base)
+    if base.dim() == 2:
+        return base.scatter_add(1, target, given)
+    flat = base.flatten(0, 1).index_add_(0, flat_rows(target, rows), given.flatten(0, 1))
+    return flat.unflatten(0, (base.shape[0], rows))
 
 
 def most_similar(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

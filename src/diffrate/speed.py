@@ -141,29 +141,39 @@ def bench(
                 batch_size, layout.in_chans, *layout.img_size, device=where, dtype=DTYPES[dtype]
             )
             for mode in modes:
-                yield _compared(rows, _measure(rows, images, mode, repeats), batch_size, mode, dtype)
+                yield compared(rows, _measure(rows, images, mode, repeats), batch_size, mode, dtype)
 
 
 def _measure(
     rows: Sequence[Entrant], images: Tensor, mode: str, repeats: int
 ) -> dict[str, tuple[list[float], float | None]]:
-    """Seconds a call of every entrant, in turns, so that a busy machine slows all of them; and peak GiB."""
+    """Seconds a call of every entrant, in turns; and peak GiB."""
     device = images.device
-    samples: dict[str, list[float]] = {row.name: [] for row in rows}
     peaks: dict[str, float | None] = {}
     if mode.startswith("compiled"):
         torch._dynamo.reset()
     many = torch._dynamo.config.patch(recompile_limit=8 * len(rows))  # rows share the code of a class
     with torch.inference_mode(), many:
-        runs: dict[str, tuple[Callable[[], Any], int]] = {}
+        runs: dict[str, Callable[[], Any]] = {}
         for row in rows:
-            run, peaks[row.name] = _prepared(row.model, images, mode)
-            once = min(_seconds(run, 1, device) for _ in range(WARM_UP))
-            runs[row.name] = run, max(1, math.ceil(LEAST_SECONDS / once))
-        for _ in range(repeats):
-            for name, (run, calls) in runs.items():
-                samples[name].append(_seconds(run, calls, device) / calls)
+            runs[row.name], peaks[row.name] = _prepared(row.model, images, mode)
+        samples = in_turns(runs, repeats, device)
     return {name: (seconds, peaks[name]) for name, seconds in samples.items()}
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds a call of each of `runs`, one after the other and over again, so that a busy machine slows them alike."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    calls: dict[str, int] = {}
+    for name, run in runs.items():
+        once = min(_seconds(run, 1, device) for _ in range(WARM_UP))
+        calls[name] = max(1, math.ceil(LEAST_SECONDS / once))
+    for _ in range(repeats):
+        for name, run in runs.items():
+            samples[name].append(_seconds(run, calls[name], device) / calls[name])
+    return samples
 
 
 def _seconds(run: Callable[[], Any], calls: int, device: torch.device) -> float:
@@ -199,13 +209,14 @@ def _prepared(model: nn.Module, images: Tensor, mode: str) -> tuple[Callable[[],
     return run, (torch.cuda.max_memory_allocated(device) - before) / 2**30
 
 
-def _compared(
+def compared(
     rows: Sequence[Entrant],
     measured: Mapping[str, tuple[list[float], float | None]],
     batch_size: int,
     mode: str,
     dtype: str,
 ) -> list[Speed]:
+    """Rows of (seconds, peak GiB) by name as ratios to the first one, and to their ceilings."""
     medians = {name: statistics.median(seconds) for name, (seconds, _) in measured.items()}
     whole = rows[0]
     speeds = []

@@ -15,6 +15,7 @@ from diffrate.cli import (
     cosearch,
     demo,
     evaluation,
+    export,
     models,
     profile,
     report,
@@ -46,6 +47,7 @@ app.command("methods")(comparison.methods)
 app.command("compare")(comparison.compare_command)
 app.command("bench")(bench.bench_command)
 app.command("finetune")(train.finetune_command)
+app.command("export")(export.export_command)
 app.command("train")(train.train_command)
 app.command("visualize")(visualize.visualize_command)
 app.command("report")(report.report_command)
