@@ -102,6 +102,16 @@ def test_places_can_meet_the_budget_and_tie_what_lies_between(model):
     assert all(5 in c.ties[-1] and len(c.ties[-1]) > 1 for c in places(dear, Budget({"latency_ms": 14.0})))
 
 
+def test_places_whose_removals_alone_take_the_budget_are_left_out(model, data):
+    """8 ms hold the fewest tokens after one removal, or one after each of two, but with two nothing in between."""
+    costs, budget = [TableCost(table(1.2))], Budget({"latency_ms": 8.0})
+    backbone = backbone_of(model)
+    space = Space.of(backbone, Costs([MacCost.of_backbone(backbone), *costs]))
+    assert [len(c.ties) for c in places(space, budget)] == [3]
+    found = run(model, data, "8ms", costs=costs).schedule
+    assert 0.95 * 8 < found.cost["latency_ms"] <= 8
+
+
 def test_the_least_is_the_whole_model_where_removing_takes_longer(model):
     """Six blocks of 1 + 2 ms, and 20 ms for a removal."""
     backbone = backbone_of(model)
