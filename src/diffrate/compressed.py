@@ -281,7 +281,7 @@ def run_block(
             return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
     size, bias = (tokens.size, tokens.key_bias()) if weighed else (None, None)
     with step("attention"):
-        attention = backbone.open_attention(i, tokens.x, tokens.positions)
+        attention = open_attention(backbone, i, tokens)
         if kernels.fast(tokens, operator):
             mixed = kernels.attend(attention, size, bias)
         else:
@@ -294,13 +294,20 @@ def run_block_for_prefix(backbone: Backbone, i: int, tokens: Tokens, operator: O
     """The last block where the head looks at prefix tokens alone: they attend to all others, which go no further."""
     prefix, bias = tokens.prefix, tokens.key_bias() if operator.proportional else None
     with step("attention"):
-        attention = backbone.open_attention(i, tokens.x, tokens.positions)
+        attention = open_attention(backbone, i, tokens)
         bias = attention.logit_bias(bias)
         if bias is not None and bias.dim() == 4:
             bias = bias[:, :, :prefix]
         mixed = mix(attention._replace(q=attention.q[:, :, :prefix]), bias)
         x = backbone.close_attention(i, tokens.x[:, :prefix], mixed)
     return finish_block(backbone, i, Tokens(x, prefix, grid=tokens.grid))
+
+
+def open_attention(backbone: Backbone, i: int, tokens: Tokens) -> Attention:
+    """Norm, unless the block before has seen to that, and projections of block i."""
+    if tokens.normed is not None:
+        return backbone.open_attention_of(i, tokens.normed)
+    return backbone.open_attention(i, tokens.x, tokens.positions)
 
 
 def attend_and_rank(
@@ -313,7 +320,7 @@ def attend_and_rank(
     size, bias = (tokens.size, tokens.key_bias()) if operator.proportional else (None, None)
     ranked: kernels.Ranked | Tensor
     with step("attention"):
-        attention = backbone.open_attention(i, tokens.x, tokens.positions)
+        attention = open_attention(backbone, i, tokens)
         if kernels.fast(tokens, operator):
             mixed, logits = kernels.attend_and_score(attention, size, bias, tokens.prefix, operator)
             ranked = kernels.rank(logits, tokens.prefix, operator)
@@ -345,16 +352,20 @@ def reduce_and_finish(
         return finish_block(backbone, i, tokens)
     if isinstance(ranked, Tensor):
         return finish_block(backbone, i, reduce_tokens(tokens, ranked, prune, merge, operator))
-    left, normed = kernels.reduce_tokens(tokens, ranked, prune, merge, operator, backbone.mlp_norm(i))
+    norms = backbone.norms(i)
+    norm = None if norms is None else norms[1]
+    left, normed = kernels.reduce_tokens(tokens, ranked, prune, merge, operator, norm)
     return finish_block(backbone, i, left, normed)
 
 
 def finish_block(backbone: Backbone, i: int, tokens: Tokens, normed: Tensor | None = None) -> Tokens:
     """The second half of a block: the MLP on the tokens that are left, of which `normed` may be known already."""
     with step("MLP"):
-        if normed is not None:
-            return tokens.with_features(backbone.mlp_of_normed(i, tokens.x, normed))
-        return tokens.with_features(backbone.mlp(i, tokens.x))
+        if normed is None:
+            return tokens.with_features(backbone.mlp(i, tokens.x))
+        following = backbone.norms(i + 1) if i + 1 < backbone.layout.depth else None
+        norm = None if following is None else following[0]
+        return kernels.add(tokens, backbone.mlp_update(i, normed), norm)
 
 
 def importance_of(

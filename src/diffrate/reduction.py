@@ -84,8 +84,7 @@ def keep_first(
     if patches is not None:
         patches = move_patches(patches, pruned_destinations(tokens, order, keep))
     kept = replace(
-        tokens,
-        x=take(tokens.x, chosen),
+        tokens.with_features(take(tokens.x, chosen)),
         size=None if tokens.size is None else tokens.size.gather(1, chosen),
         patches=patches,
         positions=None if tokens.positions is None else tokens.positions.taken(chosen),
@@ -148,7 +147,9 @@ def join(
         patches = move_patches(patches, torch.cat([stay, target], dim=1))
     if positions is not None:
         positions = positions.taken(stay)
-    joined = replace(tokens, x=merged, size=size, patches=patches, positions=positions, log_size=None)
+    joined = replace(
+        tokens.with_features(merged), size=size, patches=patches, positions=positions, log_size=None
+    )
     return joined, None if weight is None else total
 
 

@@ -42,6 +42,7 @@ class Tokens:
     prefix   how many leading tokens (class, distillation, registers) are never removed or merged into.
     size     (B, N) patches a token stands for, or None while every token still stands for itself alone.
     log_size  (B, N) its logarithm, where whoever made the size made that as well.
+    normed   (B, N, C) what the first norm of the next block makes of x, where whoever made x made that as well.
     patches  (B, P) for each input patch the index of its token in the sequence, or None when nobody asked.
              A pruned patch holds ~t (negative): it has no token, and t is the one that stands in for it when
              the grid is restored.
@@ -56,13 +57,14 @@ class Tokens:
     positions: Positions | None = None
     grid: tuple[int, int] | None = None
     log_size: Tensor | None = None
+    normed: Tensor | None = None
 
     @property
     def count(self) -> int:
         return self.x.shape[1]
 
     def with_features(self, x: Tensor) -> Tokens:
-        return replace(self, x=x)
+        return replace(self, x=x, normed=None)
 
     def sizes(self) -> Tensor:
         """(B, N) sizes, ones where nothing was merged yet."""
@@ -87,6 +89,7 @@ def rows(tokens: Tokens, chosen: slice) -> Tokens:
         patches=None if tokens.patches is None else tokens.patches[chosen],
         positions=None if tokens.positions is None else tokens.positions.rows(chosen),
         log_size=None if tokens.log_size is None else tokens.log_size[chosen],
+        normed=None if tokens.normed is None else tokens.normed[chosen],
     )
 
 
@@ -101,7 +104,8 @@ def stacked(a: Tokens, b: Tokens) -> Tokens:
     if a.positions is not None and b.positions is not None:
         places = [p.indices(t.x.shape[0], t.count) for p, t in ((a.positions, a), (b.positions, b))]
         positions = replace(a.positions, index=torch.cat(places))
-    return replace(a, x=torch.cat([a.x, b.x]), size=size, patches=patches, positions=positions, log_size=None)
+    features = a.with_features(torch.cat([a.x, b.x]))
+    return replace(features, size=size, patches=patches, positions=positions, log_size=None)
 
 
 def start(

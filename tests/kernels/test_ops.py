@@ -265,6 +265,20 @@ def test_sizes_far_apart_and_importance_zero():
         assert reduced.size.log().isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("c", [48, 192, 1280])
+def test_adding_and_norming(c, dtype):
+    x, update = 100 * randn(2, 5, c).to(dtype), randn(2, 5, c, seed=1).to(dtype)
+    weight, bias = randn(c, seed=2).to(dtype), randn(c, seed=3).to(dtype)
+    out, normed = ops.add_norm(x, update, weight, bias, 1e-6)
+    assert torch.equal(out, x + update)
+    wide = out.double()
+    apart = wide - wide.mean(-1, keepdim=True)
+    unit = apart / (apart.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(normed.double(), unit * weight + bias, rtol=tolerance, atol=tolerance)
+
+
 def test_no_images():
     ranked = kernels.rank(randn(0, 2, 1, 9), 1, PUBLISHED)
     empty, normed = kernels.reduce_tokens(Tokens(randn(0, 9, 32), 1), ranked, 8, 6, PUBLISHED)

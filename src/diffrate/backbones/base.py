@@ -147,13 +147,20 @@ class Backbone(ABC):
     def mlp(self, i: int, x: Tensor) -> Tensor:
         """x + MLP of block i."""
 
-    def mlp_norm(self, i: int) -> nn.LayerNorm | None:
-        """The layer norm that block i's MLP begins with, if what comes before may compute it: see mlp_of_normed."""
+    def norms(self, i: int) -> tuple[nn.LayerNorm, nn.LayerNorm] | None:
+        """The layer norms that attention and MLP of block i begin with, where what comes before may compute them.
+
+        Then open_attention_of and mlp_update say how the halves go on from there.
+        """
         return None
 
-    def mlp_of_normed(self, i: int, x: Tensor, normed: Tensor) -> Tensor:
-        """x + MLP of block i, where `normed` is what mlp_norm(i) makes of x."""
-        raise NotImplementedError(f"{type(self).__name__} has no mlp_norm")
+    def open_attention_of(self, i: int, normed: Tensor) -> Attention:
+        """open_attention, where `normed` is what the first of norms(i) makes of x."""
+        raise NotImplementedError(f"{type(self).__name__} has no norms")
+
+    def mlp_update(self, i: int, normed: Tensor) -> Tensor:
+        """What the MLP of block i adds to x, where `normed` is what the second of norms(i) makes of it."""
+        raise NotImplementedError(f"{type(self).__name__} has no norms")
 
     @abstractmethod
     def norm(self, x: Tensor) -> Tensor:

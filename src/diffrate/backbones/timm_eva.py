@@ -107,20 +107,15 @@ class TimmEva(TimmViT):
             return x + block.drop_path1(block.norm1(y))
         return x + block.drop_path1(y if block.gamma_1 is None else block.gamma_1 * y)
 
-    def mlp_norm(self, i: int) -> nn.LayerNorm | None:
-        block = self.model.blocks[i]
-        return block.norm2 if type(block) is EvaBlock and isinstance(block.norm2, nn.LayerNorm) else None
-
-    def mlp_of_normed(self, i: int, x: Tensor, normed: Tensor) -> Tensor:
-        block = self.model.blocks[i]
-        y = block.mlp(normed)
-        return x + block.drop_path2(y if block.gamma_2 is None else block.gamma_2 * y)
+    def norms(self, i: int) -> tuple[nn.LayerNorm, nn.LayerNorm] | None:
+        return None  # attention looks at positions as well
 
     def mlp(self, i: int, x: Tensor) -> Tensor:
         block = self.model.blocks[i]
         if type(block) is EvaBlockPostNorm:
             return x + block.drop_path2(block.norm2(block.mlp(x)))
-        return self.mlp_of_normed(i, x, block.norm2(x))
+        y = block.mlp(block.norm2(x))
+        return x + block.drop_path2(y if block.gamma_2 is None else block.gamma_2 * y)
 
 
 def _project(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

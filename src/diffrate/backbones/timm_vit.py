@@ -115,10 +115,19 @@ class TimmViT(Backbone):
     def block(self, i: int, x: Tensor, positions: Positions | None = None) -> Tensor:
         return self.model.blocks[i](x)
 
+    def norms(self, i: int) -> tuple[nn.LayerNorm, nn.LayerNorm] | None:
+        block = self.model.blocks[i]
+        first, second = block.norm1, block.norm2
+        if type(block) is Block and isinstance(first, nn.LayerNorm) and isinstance(second, nn.LayerNorm):
+            return first, second
+        return None
+
     def open_attention(self, i: int, x: Tensor, positions: Positions | None = None) -> Attention:
         block = self.model.blocks[i]
-        attn = block.attn
-        normed = block.norm1(x) if type(block) is Block else x
+        return self.open_attention_of(i, block.norm1(x) if type(block) is Block else x)
+
+    def open_attention_of(self, i: int, normed: Tensor) -> Attention:
+        attn = self.model.blocks[i].attn
         b, n, _ = normed.shape
         qkv = attn.qkv(normed).reshape(b, n, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # each (B, heads, N, d)
@@ -139,18 +148,15 @@ class TimmViT(Backbone):
             return x + block.drop_path1(block.ls1(y))
         return x + block.drop_path1(block.norm1(y))
 
-    def mlp_norm(self, i: int) -> nn.LayerNorm | None:
+    def mlp_update(self, i: int, normed: Tensor) -> Tensor:
         block = self.model.blocks[i]
-        return block.norm2 if type(block) is Block and isinstance(block.norm2, nn.LayerNorm) else None
-
-    def mlp_of_normed(self, i: int, x: Tensor, normed: Tensor) -> Tensor:
-        block = self.model.blocks[i]
-        return x + block.drop_path2(block.ls2(block.mlp(normed)))
+        update: Tensor = block.drop_path2(block.ls2(block.mlp(normed)))
+        return update
 
     def mlp(self, i: int, x: Tensor) -> Tensor:
         block = self.model.blocks[i]
         if type(block) is Block:
-            return self.mlp_of_normed(i, x, block.norm2(x))
+            return x + self.mlp_update(i, block.norm2(x))
         return x + block.drop_path2(block.norm2(block.mlp(x)))
 
     def norm(self, x: Tensor) -> Tensor:

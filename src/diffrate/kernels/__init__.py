@@ -171,8 +171,23 @@ def reduce_tokens(
         affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         x, size, log_size, normed = _ops().reduce(*given, *affine)
     sized = joins or tokens.size is not None
-    left = replace(tokens, x=x, size=size if sized else None, log_size=log_size if sized else None)
+    left = replace(
+        tokens.with_features(x), size=size if sized else None, log_size=log_size if sized else None
+    )
     return left, normed if norm is not None else None
+
+
+def add(tokens: Tokens, update: Tensor, norm: nn.LayerNorm | None) -> Tokens:
+    """Tokens with `update` added and, where that can be done in passing, with what `norm` makes of them.
+
+    A compiler fuses the two by itself.
+    """
+    x = tokens.x
+    can = norm is not None and _can_norm(norm, x) and not _learns(x) and update.dtype == x.dtype
+    if norm is None or not can or torch.compiler.is_compiling():
+        return tokens.with_features(x + update)
+    x, normed = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps)
+    return replace(tokens, x=x, normed=normed)
 
 
 def _can_norm(norm: nn.LayerNorm, x: Tensor) -> bool:

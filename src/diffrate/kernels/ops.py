@@ -227,6 +227,29 @@ def _reduce(
             )  # fmt: skip
 
 
+@_on_its_device
+def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + update (B, N, C) and its layer norm."""
+    x, update = x.contiguous(), update.contiguous()
+    b, n, c = x.shape
+    out, normed = torch.empty_like(x), torch.empty_like(x)
+    if b * n:
+        width = _power_of_two(c)
+        kernels().add_norm_kernel[(b * n,)](
+            x,
+            update,
+            weight,
+            bias,
+            out,
+            normed,
+            c,
+            eps,
+            BLOCK_C=width,
+            num_warps=max(1, min(8, width // 256)),
+        )
+    return out, normed
+
+
 def _map(x: Tensor) -> tuple[Tensor, Tensor]:
     """Room for where each token went and by what share: nowhere, before a kernel writes it."""
     return x.new_zeros(x.shape[:2], dtype=torch.int32), x.new_zeros(x.shape[:2], dtype=torch.float32)

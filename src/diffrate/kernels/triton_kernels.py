@@ -345,6 +345,23 @@ def assemble_kernel(
 
 
 @triton.jit
+def add_norm_kernel(X, UPDATE, WEIGHT, BIAS, OUT, NORMED, C, eps, BLOCK_C: tl.constexpr):
+    """One token with its update added, rounded as torch does, and the layer norm of the two."""
+    c = tl.arange(0, BLOCK_C)
+    where = tl.program_id(0).to(tl.int64) * C + c
+    x = tl.load(X + where, mask=c < C, other=0.0).to(tl.float32)
+    x += tl.load(UPDATE + where, mask=c < C, other=0.0).to(tl.float32)
+    rounded = x.to(X.dtype.element_ty)
+    tl.store(OUT + where, rounded, mask=c < C)
+    wide = rounded.to(tl.float32)
+    apart = tl.where(c < C, wide - tl.sum(wide, 0) / C, 0.0)
+    unit = apart * tl.rsqrt(tl.sum(apart * apart, 0) / C + eps)
+    weight = tl.load(WEIGHT + c, mask=c < C, other=0.0).to(tl.float32)
+    bias = tl.load(BIAS + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(NORMED + where, (unit * weight + bias).to(X.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
 def store_normed(WHERE, unit, WEIGHT, BIAS, c, C, inside):
     """Features of mean 0 and variance 1, times the weight, and the bias."""
     weight = tl.load(WEIGHT + c, mask=c < C, other=0.0).to(tl.float32)
