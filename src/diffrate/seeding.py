@@ -42,13 +42,16 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+Item = tuple[Tensor | None, int, str]  # an image or None, its label or -1, and why it could not be read
+
+
 class SeededItems(Dataset[Any]):
     """Items of a dataset by (index, seed): the same pair gives the same augmented image, in any process."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor | None, int, str]:
+    def __getitem__(self, key: tuple[int, int]) -> Item:
         index, seed = key
         try:
             with seeded(seed):
@@ -64,12 +67,20 @@ def load_batches(
 ) -> Iterator[Batch]:
     """The batches behind lists of (index, seed), read by worker processes where there are any."""
     loader: Any = DataLoader(
-        dataset, batch_sampler=keys, num_workers=workers, collate_fn=_collate, pin_memory=pin_memory
+        dataset, batch_sampler=keys, num_workers=workers, collate_fn=collate, pin_memory=pin_memory
     )
     return iter(loader)
 
 
-def _collate(items: list[tuple[Tensor | None, int, str]]) -> Batch:
+def load_items(
+    dataset: SeededItems, keys: Iterable[list[tuple[int, int]]], workers: int
+) -> Iterator[list[Item]]:
+    """The same, each batch as the list of its items, readable or not."""
+    loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=list)
+    return iter(loader)
+
+
+def collate(items: list[Item]) -> Batch:
     images = [image for image, _, _ in items if image is not None]
     labels = [label for image, label, _ in items if image is not None]
     unreadable = [reason for _, _, reason in items if reason]

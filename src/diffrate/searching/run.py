@@ -34,6 +34,7 @@ from diffrate.searching.places import best_places
 from diffrate.searching.report import Progress, SearchFolder
 
 RECIPES = ("fast", "paper")
+VIEWS = 4  # augmented views of an image that the fast recipe looks at: a dozen counts learn no image by heart
 # (steps, images a step): what converges, and on a CPU what ends in minutes.
 DEFAULTS = {
     ("fast", "cuda"): (120, 125),
@@ -122,7 +123,7 @@ def search(
         defaults[1] if batch_size is None else batch_size, held_out, checks, patience, seed,
     )  # fmt: skip
     augmented, plain = data if isinstance(data, tuple) else (data, data)
-    images = SearchImages(augmented, plain, held_out, seed)
+    images = SearchImages(augmented, plain, held_out, seed, views=VIEWS if recipe == "fast" else None)
     if settings.batch_size < accelerator.num_processes:
         raise DiffRateError(f"{accelerator.num_processes} processes need a batch of at least as many images")
     config = {
