@@ -165,8 +165,11 @@ def reduce_tokens(
     given = (x, *ranked[:2], tokens.size, tokens.prefix, prune, merge, operator.mean, by_cost, operator.floor)
     if _learns(x):
         norm = None
-        x, size, log_size, *_ = torch.ops.diffrate.reduce_mapped(*given)
-        size, log_size = size.detach(), log_size.detach()
+        if torch.compiler.is_compiling():
+            x, size, log_size, *_ = torch.ops.diffrate.reduce_mapped(*given)
+            size, log_size = size.detach(), log_size.detach()
+        else:
+            x, size, log_size = Reduction.apply(*given)
     else:
         affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         x, size, log_size, normed = _ops().reduce(*given, *affine)
@@ -175,6 +178,22 @@ def reduce_tokens(
         tokens.with_features(x), size=size if sized else None, log_size=log_size if sized else None
     )
     return left, normed if norm is not None else None
+
+
+class Reduction(torch.autograd.Function):
+    """ops.reduce_mapped with its gradient, at less cost a call than as an operator of torch."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, size, log_size, destination, share = ops.reduce_mapped(*given)
+        ctx.save_for_backward(destination, share)
+        ctx.mark_non_differentiable(size, log_size)
+        ctx.others = len(given) - 1
+        return x, size, log_size
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return ops.spread(gradient, *ctx.saved_tensors), *([None] * ctx.others)
 
 
 def add(tokens: Tokens, update: Tensor, norm: nn.LayerNorm | None) -> Tokens:
