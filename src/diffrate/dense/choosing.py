@@ -1,6 +1,6 @@
 """A schedule for a segmentation model: of a few simple ones on the budget, the best by mIoU on held-out scenes.
 
-No search of its own. The shapes are plateaus, which drop tokens early and keep what a decoder is to see, and those
+Quicker than a search (searching.py), and not as good. The shapes are plateaus, which drop tokens early and keep what a decoder is to see, and those
 that a search for classification starts from, which go on falling.
 """
 
@@ -15,10 +15,11 @@ from diffrate.backbones import backbone_of
 from diffrate.costs.macs import MacCost
 from diffrate.dense.camvid import Scenes
 from diffrate.dense.miou import evaluate_segmenter
+from diffrate.dense.searching import OPERATOR
 from diffrate.dense.segmenter import Segmenter
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Space, check_budget, rounded
-from diffrate.searching.fast import OPERATOR, schedule_of, starts
+from diffrate.searching.fast import schedule_of, starts
 
 PLATEAUS = (0, 1 / 6, 1 / 3, 1 / 2)  # where they begin, as a share of the depth
 

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from diffrate.backbones import backbone_of
 from diffrate.operator import Operator
 from diffrate.published import profiles
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.descent import Descent, perturbed
-from diffrate.searching.held_out import HeldOut, divergence, logits_of
-from diffrate.searching.slopes import variant_logits
+from diffrate.searching.held_out import HeldOut
+from diffrate.searching.subject import Subject
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
 FLOOR = 1.0  # the other choice, for models whose class token ignores most of an image: held-out images decide
@@ -36,7 +35,7 @@ class FastRecipe:
 
     def __init__(
         self,
-        model: nn.Module,
+        subject: Subject,
         space: Space,
         operator: Operator,
         budget: Budget | float,
@@ -45,8 +44,7 @@ class FastRecipe:
         seed: int,
         reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        self.model, self.operator, self.reduce, self.seed = model, operator, reduce, seed
-        self.backbone = backbone_of(model)
+        self.subject, self.operator, self.reduce, self.seed = subject, operator, reduce, seed
         length = TRAVEL / steps * space.tokens / 197
         self.descent = Descent(
             start, budget, space, steps, first_step=length, last_step=length / 10, relative=0.5
@@ -55,12 +53,13 @@ class FastRecipe:
     @torch.no_grad()
     def step(self, images: Tensor, labels: Tensor) -> float:
         """Measure the slopes on these images and move the counts; returns the loss at the counts before."""
-        self.model.eval()
+        subject = self.subject
+        subject.model.eval()
         kept = self.counts()
         draw = random.Random(f"{self.seed}-{Budget.of(self.descent.budget).leading}-{self.descent.done}")
         changed = perturbed(kept, self.descent.space, SHARE, [draw.random() < 0.5 for _ in kept])
-        logits = variant_logits(self.backbone, images, kept, changed, self.operator)
-        each = divergence(logits_of(self.model, images), logits)  # (1 + L', B)
+        answers = subject.variants(images, kept, changed, self.operator)
+        each = subject.divergence(subject.under(None)(images), answers)  # (1 + L', B)
         sums = torch.cat([each.sum(dim=-1, dtype=torch.float64), each.new_tensor([each.shape[1]])])
         sums = self.reduce(sums).cpu()
         losses = sums[:-1] / sums[-1]
