@@ -18,6 +18,7 @@ from diffrate.modes import frozen
 from diffrate.outputs import main_output
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import Space
+from diffrate.searching.starts import starts
 from diffrate.searching.subject import Subject
 
 WARM_UP = 3  # untimed rounds
@@ -76,7 +77,7 @@ def _runs(
         return sums
 
     by_masks = paper.PaperRecipe(model, space, checked_operator(paper.OPERATOR, layout), budget, steps, alone)
-    start = fast.starts(space, budget)[0]
+    start = starts(space, budget)[0]
     by_slopes = fast.FastRecipe(
         Subject(model), space, checked_operator(fast.OPERATOR, layout), budget, steps, start, 0, alone
     )

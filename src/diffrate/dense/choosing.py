@@ -1,7 +1,7 @@
 """A schedule for a segmentation model: of a few simple ones on the budget, the best by mIoU on held-out scenes.
 
-Quicker than a search (searching.py), and not as good. The shapes are plateaus, which drop tokens early and keep what a decoder is to see, and those
-that a search for classification starts from, which go on falling.
+Quicker than a search (searching.py), and not as good. The shapes are plateaus, which drop tokens early and keep what a
+decoder is to see, and those that a search starts from, which go on falling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from diffrate.dense.searching import OPERATOR
 from diffrate.dense.segmenter import Segmenter
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Space, check_budget, rounded
-from diffrate.searching.fast import schedule_of, starts
+from diffrate.searching.fast import schedule_of
+from diffrate.searching.starts import starts
 
 PLATEAUS = (0, 1 / 6, 1 / 3, 1 / 2)  # where they begin, as a share of the depth
 

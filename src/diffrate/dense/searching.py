@@ -23,8 +23,10 @@ from diffrate.dense.segmenter import Segmenter
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching import fast
+from diffrate.searching.budget import Budget, Space
 from diffrate.searching.run import SearchResult, search
 from diffrate.searching.slopes import KERNELS, Branch, branches, every_variant
+from diffrate.searching.starts import starts
 from diffrate.searching.subject import Subject, kl
 
 # A class token that nobody asked about any more says little about what a decoder needs: tokens are worth as much to
@@ -93,6 +95,12 @@ class SegmenterSubject(Subject):
     def cost(self) -> MacCost:
         return MacCost.of_backbone(self.backbone, behind=self.model.decoder_gmacs() * GIGA)
 
+    def starts(self, space: Space, budget: Budget | float) -> list[Tensor]:
+        """Also stairs: what the decoder reads after a block is worth most there, so tokens go in the block behind."""
+        found = starts(space, budget)
+        stairs = None if self.model.restores else _stairs(space, budget, self.model.taken)
+        return found if stairs is None else [*found, stairs]
+
     def under(self, schedule: Schedule | None) -> Callable[[Tensor], Tensor]:
         model = self.model if schedule is None else self.model.compressed(schedule)
         return lambda images: _places(model.coarse(images))
@@ -148,3 +156,21 @@ def _apart(branch: Branch, maps: list[Tensor], batch: int) -> list[tuple[int, li
 def _places(logits: Tensor) -> Tensor:
     """(B, classes, H, W) as (B, H W, classes)."""
     return logits.flatten(2).transpose(1, 2)
+
+
+def _stairs(space: Space, budget: Budget | float, taken: Sequence[int]) -> Tensor | None:
+    """Counts that fall by one factor in block 1 and behind each block of `taken`; None if they cannot be that cheap."""
+    blocks = torch.arange(len(space.least))
+    power = (blocks > 0).double() + sum((blocks > block).double() for block in taken)
+
+    def counts(factor: float) -> Tensor:
+        ideal = space.prefix + (space.tokens - space.prefix) * factor**power
+        return torch.minimum(torch.maximum(ideal, space.least), space.most)
+
+    low, high = 0.0, 1.0
+    if space.over(counts(low), budget):
+        return None
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if space.over(counts(middle), budget) else (middle, high)
+    return counts(low)

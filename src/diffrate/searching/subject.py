@@ -13,7 +13,9 @@ from diffrate.costs.macs import MacCost
 from diffrate.operator import Operator
 from diffrate.outputs import main_output
 from diffrate.schedule import Schedule
+from diffrate.searching.budget import Budget, Space
 from diffrate.searching.slopes import variant_logits
+from diffrate.searching.starts import starts
 
 
 class Subject:
@@ -28,6 +30,10 @@ class Subject:
     def cost(self) -> MacCost:
         """MACs of the whole model, of which the search changes those of the blocks."""
         return MacCost.of_backbone(self.backbone)
+
+    def starts(self, space: Space, budget: Budget | float) -> list[Tensor]:
+        """Counts on the budget to begin from, of which held-out images choose."""
+        return starts(space, budget)
 
     def under(self, schedule: Schedule | None) -> Callable[[Tensor], Tensor]:
         """Images to answers, under a schedule or uncompressed."""
