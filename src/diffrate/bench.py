@@ -18,6 +18,8 @@ from diffrate.modes import frozen
 from diffrate.outputs import main_output
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import Space
+from diffrate.searching.starts import starts
+from diffrate.searching.subject import Subject
 
 WARM_UP = 3  # untimed rounds
 
@@ -75,9 +77,9 @@ def _runs(
         return sums
 
     by_masks = paper.PaperRecipe(model, space, checked_operator(paper.OPERATOR, layout), budget, steps, alone)
-    start = fast.starts(space, budget)[0]
+    start = starts(space, budget)[0]
     by_slopes = fast.FastRecipe(
-        model, space, checked_operator(fast.OPERATOR, layout), budget, steps, start, 0, alone
+        Subject(model), space, checked_operator(fast.OPERATOR, layout), budget, steps, start, 0, alone
     )
     return {
         "plain forward + backward": lambda: plain_step(backbone, images, labels),

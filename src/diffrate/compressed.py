@@ -328,7 +328,10 @@ def attend_and_rank(
         bias = attention.logit_bias(bias)
         if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
             weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)
-            mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
+            if attention.by is None:
+                mixed = F.dropout(weights, attention.dropout).to(attention.v.dtype) @ attention.v
+            else:
+                mixed = mix(attention, bias)
         else:
             mixed = mix(attention, bias)
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))

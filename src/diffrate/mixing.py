@@ -1,4 +1,4 @@
-"""Attention as the walk uses it: torch's own, with the sizes of tokens as a bias on the keys."""
+"""Attention as the walk uses it, with the sizes of tokens as a bias on the keys: torch's own, or the model's choice."""
 
 from __future__ import annotations
 
@@ -20,4 +20,6 @@ def mix(attention: Attention, bias: Tensor | None) -> Tensor:
             # as long as the attention itself.
             mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
         mask = per_logit(mask)
+    if attention.by is not None:
+        return attention.by(attention, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)

@@ -227,6 +227,115 @@ def test_other_image_sizes(name):
             fast(images)
 
 
+ATTENDED = [
+    "ViTForImageClassification",
+    "Dinov2Model",
+    "DINOv3ViTModel",
+    "CLIPVisionModel",
+    "SiglipVisionModel",
+]
+
+
+@pytest.fixture
+def sharper():
+    """An attention function of a user's own, registered with the library: twice as sharp; and its calls."""
+    calls = []
+
+    def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
+        calls.append((module, attention_mask, query.shape[2]))
+        logits = 2 * (
+            query @ key.transpose(2, 3) * scaling + (0 if attention_mask is None else attention_mask)
+        )
+        return (logits.softmax(dim=-1) @ value).transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("sharper", attention)
+    yield calls
+    transformers.AttentionInterface._global_mapping.pop("sharper")
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_attention_is_what_the_model_is_set_to(name, sharper):
+    """eager gives sdpa's numbers without calling it; a registered function runs in every block, sizes in its mask."""
+    model = build(name)
+    images = torch.randn(2, 3, 48, 48)
+    fast = diffrate.compress(model, falling(model))
+    with torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        by_sdpa, whole = tensor_of(fast(images)), tensor_of(model(images))
+        model.set_attn_implementation("eager")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(torch.nn.functional, "scaled_dot_product_attention")
+            by_eager = tensor_of(fast.forward_tokens(images).x)
+        torch.testing.assert_close(tensor_of(fast(images)), by_sdpa, rtol=1e-4, atol=1e-5)
+        assert backbone_of(model).tower.config._attn_implementation == "eager"  # left as it was set
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(by_eager, fast.forward_tokens(images).x, rtol=1e-3, atol=1e-4)
+
+        model.set_attn_implementation("sharper")
+        other = tensor_of(diffrate.compress(model)(images))
+        assert torch.equal(other, tensor_of(model(images)))
+        assert not torch.allclose(other, whole, atol=1e-3)
+        sharper.clear()
+        tokens = fast.forward_tokens(images)
+    modules = [module for module, _, _ in sharper]
+    assert len(modules) == len(set(modules)) == 4
+    masks = [mask for _, mask, _ in sharper]
+    assert masks[:3] == [None] * 3  # nothing was merged yet
+    kept = fast.schedule.merge[2]
+    assert masks[3].shape == (2, 1, kept, kept)
+    sizes = masks[3].exp()[:, 0]
+    assert torch.equal(sizes[:, 0], sizes[:, -1])  # of keys, the same for every query
+    assert sizes.max() > 1
+    assert sizes[:, 0, : tokens.prefix].eq(1).all()
+
+
+@pytest.mark.parametrize("name", ATTENDED[:-1])
+def test_a_registered_function_gives_what_the_blocks_themselves_give(name, sharper):
+    """Where tokens are pruned no sizes grow: the library's own layers on the tokens that are left say the same."""
+    model = build(name)
+    model.set_attn_implementation("sharper")
+    n, prefix = backbone_of(model).layout.tokens, backbone_of(model).layout.prefix
+    kept = (n, n, n - 9, n - 9)
+    fast = diffrate.compress(
+        model, diffrate.Schedule(kept, kept, prefix, diffrate.Operator(operation="prune"))
+    )
+    images = torch.randn(1, 3, 48, 48)
+    reference = slow(model)
+    with torch.no_grad():
+        traced = fast.trace(images)
+        last = traced[-1]
+        before = traced[-2]
+        places = [0] * n
+        for patch, token in enumerate(before.patches[0].tolist()):
+            if token >= 0:
+                places[token] = patch + prefix
+        places = [*range(prefix), *places[prefix : before.count]]
+        wanted = reference.mlp(3, reference.attend(3, before.x, places))
+    torch.testing.assert_close(last.x, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_flash_attention_is_left_where_sizes_come_in(monkeypatch):
+    """It has no place for a bias of keys: before a merge it runs, after one torch's attention does."""
+    model = build("ViTModel")
+    by_sdpa = diffrate.compress(model, falling(model))
+    images = torch.randn(2, 3, 48, 48)
+    calls = []
+
+    def flash(module, query, key, value, attention_mask, scaling=None, **_):
+        assert attention_mask is None
+        calls.append(query.shape[2])
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+        return mixed.transpose(1, 2).contiguous(), None
+
+    with torch.no_grad():
+        wanted = by_sdpa(images).last_hidden_state
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", flash)
+        monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+        got = by_sdpa(images).last_hidden_state
+    assert calls == [37, 37, 37]
+    torch.testing.assert_close(got, wanted)
+
+
 def test_a_tower_inside_a_larger_model():
     """What a vision-language user does: compress the tower of a CLIP, and map its tokens back to patches."""
     config = transformers.CLIPConfig(

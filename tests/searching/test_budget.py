@@ -15,7 +15,7 @@ from diffrate.costs import Costs, Design, GemminiCost, MacCost, Workload
 from diffrate.errors import DiffRateError
 from diffrate.isotonic import monotone
 from diffrate.searching.budget import Budget, Space, check_budget, log_cosh, parse_budgets, project, rounded
-from diffrate.searching.fast import starts
+from diffrate.searching.starts import starts
 
 
 def space_of(**changes):

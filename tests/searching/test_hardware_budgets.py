@@ -15,10 +15,10 @@ from diffrate.backbones import backbone_of
 from diffrate.costs import Costs, Design, GemminiCost, LatencyTable, MacCost, TableCost, Workload
 from diffrate.costs.gemmini import buildable_designs
 from diffrate.costs.table import BlockTimes, Fit, Series
-from diffrate.searching import fast
 from diffrate.searching.budget import Budget, Space, check_budget, rounded
 from diffrate.searching.hardware import HardwareSearch
 from diffrate.searching.places import first_counts, places
+from diffrate.searching.starts import starts
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_removals_that_cost_much_become_few(model, data):
     assert 13 < found.cost["latency_ms"] <= 14
     backbone = backbone_of(model)
     space = Space.of(backbone, Costs([MacCost.of_backbone(backbone), *costs]))
-    steadily = rounded(fast.starts(space, budget)[0], budget, space)
+    steadily = rounded(starts(space, budget)[0], budget, space)
     everywhere = diffrate.Schedule(*2 * (space.every_block(steadily),), prefix=1)
     assert len(removing(everywhere)) == 5
     assert found.cost["gmacs"] > diffrate.gmacs(model, everywhere)

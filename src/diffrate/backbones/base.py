@@ -7,6 +7,7 @@ reduction and no attention itself, so that the walk, the fast kernels and the se
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -51,6 +52,8 @@ class Attention(NamedTuple):
     """One block's attention, opened up: q, k, v (B, heads, N, d), the logit scale and the dropout in force.
 
     bias  (B or 1, heads, N, N) what the model adds to the logits of each pair of tokens, or None.
+    by    what mixes the values where it is not torch's own attention: takes this object and an additive mask that
+          broadcasts to (B, heads, N, N), or None, and returns (B, heads, N, d).
     """
 
     q: Tensor
@@ -59,6 +62,7 @@ class Attention(NamedTuple):
     scale: float
     dropout: float
     bias: Tensor | None = None
+    by: Callable[[Attention, Tensor | None], Tensor] | None = None
 
     def logit_bias(self, key_bias: Tensor | None) -> Tensor | None:
         """The model's own bias and that of keys (B, N) together: (B, N) where there is only the latter."""

@@ -7,11 +7,12 @@ the families is where their parts are; their heads are in hf_heads.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffrate.backbones.base import Attention, Backbone, BlockMacs, BlockProducts, Layout, linear_macs
@@ -167,7 +168,7 @@ class HfViT(Backbone):
             q, k = sys.modules[type(layer).__module__].apply_rotary_pos_emb(q, k, cos, sin)
         scale = _first_of(attn, "scaling", "scale")
         dropout = _first_of(attn, "attention_dropout", "dropout") if attn.training else 0.0
-        return Attention(q, k, v, scale, dropout)
+        return Attention(q, k, v, scale, dropout, by=_chosen_attention(attn))
 
     def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
         layer = self.layers[i]
@@ -209,6 +210,29 @@ class HfViT(Backbone):
 
     def edge_products(self) -> list[tuple[int, int, int]]:
         return edge_products(self, self.tower.embeddings, linear_shapes(*self.head_parts.layers(self.model)))
+
+
+def _chosen_attention(attn: Any) -> Callable[[Attention, Tensor | None], Tensor] | None:
+    """The attention function that the model is set to, through the library's interface; None for torch's own.
+
+    Flash attention takes no bias of keys: once tokens were merged, torch's runs in its place.
+    """
+    name = attn.config._attn_implementation
+    if name == "sdpa":
+        return None
+    family = sys.modules[type(attn).__module__]
+    function = family.ALL_ATTENTION_FUNCTIONS.get_interface(name, family.eager_attention_forward)
+
+    def by(attention: Attention, mask: Tensor | None) -> Tensor:
+        q, k, v, scale, dropout = attention[:5]
+        if mask is not None and "flash" in (name or ""):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+        if mask is not None:  # as the library makes its masks: a row for every query
+            mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
+        mixed: Tensor = function(attn, q, k, v, mask, dropout=dropout, scaling=scale, is_causal=False)[0]
+        return mixed.transpose(1, 2)  # (B, N, heads, d) before
+
+    return by
 
 
 def _part(module: Any, path: str) -> Any:

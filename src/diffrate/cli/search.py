@@ -139,7 +139,7 @@ def search_command(
     )  # fmt: skip
     accelerator.end_training()
     if accelerator.is_main_process:
-        _show(result, output)
+        show_found(result, output)
         schedules = [schedule.to_dict() for schedule in result.schedules]
         save_json(
             json,
@@ -156,7 +156,8 @@ def _precision(device: torch.device, amp: bool | None, amp_dtype: str) -> str:
     return names[amp_dtype] if mixed else "no"
 
 
-def _show(result: SearchResult, output: Path) -> None:
+def show_found(result: SearchResult, output: Path) -> None:
+    """A line a budget: what was found, and what it costs."""
     metrics = [metric for metric in METRICS if metric in result.schedule.cost]
     show_table(
         ["budget", *(METRICS[m].words for m in metrics), "divergence", "best step", "kept tokens per block"],

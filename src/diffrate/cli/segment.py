@@ -1,4 +1,4 @@
-"""`diffrate segment train` and `segment eval`: Semantic FPN on a backbone, and what compressing it does to mIoU."""
+"""`diffrate segment train`, `search` and `eval`: Semantic FPN on a backbone, and what compressing it does to mIoU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import typer
 from safetensors.torch import load_file
 
 from diffrate.cli import options as o
-from diffrate.cli.output import save_json, show_table
+from diffrate.cli.accelerators import start_accelerator
+from diffrate.cli.output import running_command, save_json, show_table
+from diffrate.cli.search import show_found
 from diffrate.dense.camvid import CLASSES, load_scenes
 from diffrate.dense.choosing import choose_schedule
 from diffrate.dense.miou import SegmentationScore, evaluate_segmenter
+from diffrate.dense.searching import search_segmenter
 from diffrate.dense.segmenter import Segmenter, build_segmenter
 from diffrate.dense.training import SegmentationRecipe, train_segmenter
 from diffrate.devices import resolve_device
@@ -26,13 +29,14 @@ from diffrate.schedule import Schedule
 from diffrate.searching.budget import parse_budgets
 from diffrate.training.checkpoint import save_weights
 
-app = typer.Typer(no_args_is_help=True, help="Train and evaluate segmentation models, whole and compressed.")
+app = typer.Typer(no_args_is_help=True, help="Train, compress and evaluate segmentation models.")
 DEFAULT = SegmentationRecipe()
 SETTINGS = "segmenter.json"
 
 ScenesDir = Annotated[
     Path, typer.Option("--data-dir", help="Folder with train/, trainannot/, val/, … as CamVid has them.")
 ]
+Trained = Annotated[Path, typer.Option("--from", help="Folder that `segment train` wrote.")]
 
 
 @app.command("train")
@@ -93,16 +97,59 @@ def train_command(
     )
 
 
+@app.command("search")
+def search_command(
+    folder: Trained,
+    data_dir: ScenesDir,
+    budget: Annotated[str, typer.Option(help="70% or 12G, decoder included, or several of these.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for schedule, history and plot.")],
+    split: Annotated[str, typer.Option(help="Split to search on; labels are not needed.")] = "train",
+    steps: Annotated[
+        int | None, typer.Option(help="Steps for the first budget; half of them for each next one.", min=1)
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Scenes a step.", min=1)] = None,
+    held_out: Annotated[float, typer.Option(help="Share of the scenes that decides between answers.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Seed of the scenes' order.", min=0)] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the search in the folder.")] = False,
+    amp: o.Amp = False,
+    device: o.Device = None,
+) -> None:
+    """Learn how many tokens each block of a trained segmentation model may keep.
+
+    Example: diffrate segment search --from seg --data-dir camvid --budget 70% --output run
+    """
+    accelerator = start_accelerator(resolve_device(device), "bf16" if amp else "no", None, output)
+    segmenter, model = load_segmenter(folder), model_name(folder)
+    result = search_segmenter(
+        segmenter,
+        load_scenes(data_dir, split, labelled=False),
+        budget,
+        steps=steps,
+        batch_size=batch_size,
+        held_out=held_out,
+        seed=seed,
+        accelerator=accelerator,
+        output=output,
+        resume=resume,
+        name=model,
+        origin={"from": str(folder), "data_dir": str(data_dir), "split": split},
+        command=running_command(),
+    )
+    show_found(result, output)
+
+
 @app.command("eval")
 def eval_command(
-    folder: Annotated[Path, typer.Option("--from", help="Folder that `segment train` wrote.")],
+    folder: Trained,
     data_dir: ScenesDir,
     split: Annotated[str, typer.Option(help="Split to evaluate.")] = "test",
     budget: Annotated[
         str | None,
         typer.Option(help="Compress to 70%, 12G or several of these; val chooses between simple schedules."),
     ] = None,
-    schedule: Annotated[Path | None, typer.Option(help="A schedule file instead.")] = None,
+    schedule: Annotated[
+        list[Path] | None, typer.Option(help="A schedule file instead; may be repeated.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Scenes per batch.", min=1)] = 16,
     amp: o.Amp = False,
     device: o.Device = None,
@@ -113,7 +160,7 @@ def eval_command(
     Example: diffrate segment eval --from runs/seg --data-dir camvid --budget 80%,70%
     """
     check_target(json)
-    if budget is not None and schedule is not None:
+    if budget is not None and schedule:
         raise DiffRateError("give either --budget or --schedule")
     where = resolve_device(device)
     segmenter = load_segmenter(folder)
@@ -123,7 +170,7 @@ def eval_command(
     found: dict[str, Any] = {}
     whole = evaluate_segmenter(segmenter, scenes, where, batch_size, amp)
     rows.append(("whole", whole_gmacs, whole))
-    schedules = {} if schedule is None else {str(schedule): Schedule.load(schedule)}
+    schedules = {str(file): Schedule.load(file) for file in schedule or []}
     if budget is not None:
         validation = load_scenes(data_dir, "val")
         for target in parse_budgets(budget, {"gmacs": whole_gmacs}):
@@ -158,7 +205,7 @@ def eval_command(
 def load_segmenter(folder: Path) -> Segmenter:
     """The model of a folder that `segment train` wrote."""
     try:
-        results = json_module.loads((folder / SETTINGS).read_text(encoding="utf-8"))["results"]
+        results = _settings(folder)
         segmenter = build_segmenter(
             results["model"], len(results["classes"]), tuple(results["img_size"]), width=results["width"]
         )
@@ -166,3 +213,13 @@ def load_segmenter(folder: Path) -> Segmenter:
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise DiffRateError(f"{folder} holds no model that `segment train` wrote: {error}") from error
     return segmenter.eval()
+
+
+def model_name(folder: Path) -> str:
+    """The timm name of its backbone."""
+    return str(_settings(folder)["model"])
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json_module.loads((folder / SETTINGS).read_text(encoding="utf-8"))["results"]
+    return settings

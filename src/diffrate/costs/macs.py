@@ -25,7 +25,7 @@ GIGA = 1e9
 class MacCost(CostModel):
     """The MACs of one model as a function of the tokens in each block; differentiable in real-valued counts.
 
-    fixed            embedding and classifier.
+    fixed            embedding and classifier, or decoder.
     attention_token  (L,) per token in attention; attention_pair (L,) per pair of tokens; mlp_token (L,) per token in
                      the MLP; head_token per token that reaches the head.
     """
@@ -46,11 +46,12 @@ class MacCost(CostModel):
         return cls.of_backbone(backbone_of(model))
 
     @classmethod
-    def of_backbone(cls, backbone: Backbone) -> MacCost:
+    def of_backbone(cls, backbone: Backbone, behind: float = 0.0) -> MacCost:
+        """The MACs of a backbone, and of what lies `behind` it and costs the same under every schedule."""
         parts = [backbone.block_macs(i) for i in range(backbone.layout.depth)]
         attention_token, attention_pair, mlp_token = torch.tensor(parts, dtype=torch.float64).unbind(1)
         head_fixed, head_token = backbone.head_macs()
-        fixed = _embedding_macs(backbone) + head_fixed
+        fixed = _embedding_macs(backbone) + head_fixed + behind
         return cls(backbone.layout.tokens, fixed, attention_token, attention_pair, mlp_token, head_token)
 
     def gmacs(self, kept: Tensor | Sequence[float]) -> Tensor:

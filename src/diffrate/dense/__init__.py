@@ -2,6 +2,7 @@
 
 from diffrate.dense.camvid import Scenes, load_scenes
 from diffrate.dense.miou import SegmentationScore, evaluate_segmenter
+from diffrate.dense.searching import search_segmenter
 from diffrate.dense.segmenter import Segmenter, build_segmenter
 from diffrate.dense.training import SegmentationRecipe, train_segmenter
 
@@ -13,5 +14,6 @@ __all__ = [
     "build_segmenter",
     "evaluate_segmenter",
     "load_scenes",
+    "search_segmenter",
     "train_segmenter",
 ]

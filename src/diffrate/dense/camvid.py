@@ -51,21 +51,21 @@ def normalized(images: Tensor) -> Tensor:
     return (images.float() / 255 - mean) / std
 
 
-def load_scenes(data_dir: str | Path, split: str, stride: int = 16) -> Scenes:
-    """One split, in the order of its file names; `stride` is what the padded height and width are multiples of."""
+def load_scenes(data_dir: str | Path, split: str, stride: int = 16, labelled: bool = True) -> Scenes:
+    """One split, in the order of its file names; `stride` is what the padded height and width are multiples of.
+
+    labelled  whether labels are read; otherwise every pixel is void.
+    """
     root = Path(data_dir)
     files = sorted(path for path in (root / split).glob("*") if path.suffix.lower() in (".jpg", ".png"))
     if not files:
         raise DiffRateError(f"there are no images in {root / split}")
     images, labels = [], []
     for path in files:
-        annotation = root / f"{split}annot" / f"{path.stem}.png"
-        if not annotation.is_file():
-            raise DiffRateError(f"{path} has no labels: {annotation} does not exist")
         image = np.asarray(Image.open(path).convert("RGB"))
-        label = np.asarray(Image.open(annotation))
-        if label.shape != image.shape[:2] or label.max() > VOID:
-            raise DiffRateError(f"{annotation} does not label {path} with {len(CLASSES)} classes and void")
+        label = np.full(image.shape[:2], VOID, np.uint8)
+        if labelled:
+            label = _labels(path, root / f"{split}annot" / f"{path.stem}.png", label.shape)
         images.append(torch.from_numpy(image.copy()).permute(2, 0, 1))
         labels.append(torch.from_numpy(label.copy()))
     if len({image.shape for image in images}) > 1:
@@ -73,3 +73,12 @@ def load_scenes(data_dir: str | Path, split: str, stride: int = 16) -> Scenes:
     height, width = labels[0].shape
     pad = (0, -width % stride, 0, -height % stride)
     return Scenes(F.pad(torch.stack(images), pad), F.pad(torch.stack(labels), pad, value=VOID))
+
+
+def _labels(path: Path, annotation: Path, shape: tuple[int, ...]) -> np.ndarray:
+    if not annotation.is_file():
+        raise DiffRateError(f"{path} has no labels: {annotation} does not exist")
+    label = np.asarray(Image.open(annotation))
+    if label.shape != shape or label.max() > VOID:
+        raise DiffRateError(f"{annotation} does not label {path} with {len(CLASSES)} classes and void")
+    return label

@@ -1,7 +1,7 @@
 """A schedule for a segmentation model: of a few simple ones on the budget, the best by mIoU on held-out scenes.
 
-No search of its own. The shapes are plateaus, which drop tokens early and keep what a decoder is to see, and those
-that a search for classification starts from, which go on falling.
+Quicker than a search (searching.py), and not as good. The shapes are plateaus, which drop tokens early and keep what a
+decoder is to see, and those that a search starts from.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffrate.backbones import backbone_of
-from diffrate.costs.macs import MacCost
 from diffrate.dense.camvid import Scenes
 from diffrate.dense.miou import evaluate_segmenter
+from diffrate.dense.searching import OPERATOR, SegmenterSubject
 from diffrate.dense.segmenter import Segmenter
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Space, check_budget, rounded
-from diffrate.searching.fast import OPERATOR, schedule_of, starts
+from diffrate.searching.fast import schedule_of
 
 PLATEAUS = (0, 1 / 6, 1 / 3, 1 / 2)  # where they begin, as a share of the depth
 
@@ -41,12 +40,11 @@ def choose_schedule(
     amp: bool = False,
 ) -> Chosen:
     """The best schedule for `budget` GMACs of the whole model, decoder included."""
-    backbone = backbone_of(model.whole)
-    space = Space.of(backbone, MacCost.of_backbone(backbone))
-    budget -= model.decoder_gmacs()
+    subject = SegmenterSubject(model)
+    space = Space.of(subject.backbone, subject.cost())
     check_budget(budget, space)
     tried = []
-    for counts in [*plateaus(space, budget), *starts(space, budget)]:
+    for counts in [*plateaus(space, budget), *subject.starts(space, budget)]:
         schedule = schedule_of(rounded(counts, budget, space), space, OPERATOR)
         score = evaluate_segmenter(model.compressed(schedule), scenes, device, batch_size, amp)
         tried.append((score.miou, schedule))

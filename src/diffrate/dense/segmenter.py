@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,21 @@ class Segmenter(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, classes, H, W) logits."""
+        return F.interpolate(
+            self.coarse(images), size=images.shape[-2:], mode="bilinear", align_corners=False
+        )
+
+    def coarse(self, images: Tensor) -> Tensor:
+        """(B, classes, H / 4, W / 4) logits, as they leave the decoder."""
         maps = self.backbone.forward_intermediates(
             images, indices=self.taken, norm=not self.restores, intermediates_only=True
         )
-        logits = self.decoder(self.scales(maps))
-        return F.interpolate(logits, size=images.shape[-2:], mode="bilinear", align_corners=False)
+        return self.decoded(maps)
+
+    def decoded(self, maps: Sequence[Tensor]) -> Tensor:
+        """The same from the backbone's maps."""
+        logits: Tensor = self.decoder(self.scales(maps))
+        return logits
 
     @property
     def whole(self) -> nn.Module:

@@ -118,7 +118,8 @@ def attend_and_score(
 def _attends(attention: Attention) -> bool:
     """Whether attention is ours."""
     assert attention.bias is None  # models with a bias of every pair have positions, and run plain
-    return attention.dropout == 0 and few(attention.q) and not _learns(attention.q)
+    ours = attention.by is None and attention.dropout == 0
+    return ours and few(attention.q) and not _learns(attention.q)
 
 
 def _learns(x: Tensor) -> bool:

@@ -12,16 +12,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from diffrate.backbones import backbone_of
 from diffrate.operator import Operator
-from diffrate.published import profiles
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.descent import Descent, perturbed
-from diffrate.searching.held_out import HeldOut, divergence, logits_of
-from diffrate.searching.slopes import variant_logits
+from diffrate.searching.held_out import HeldOut
+from diffrate.searching.subject import Subject
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
 FLOOR = 1.0  # the other choice, for models whose class token ignores most of an image: held-out images decide
@@ -36,7 +34,7 @@ class FastRecipe:
 
     def __init__(
         self,
-        model: nn.Module,
+        subject: Subject,
         space: Space,
         operator: Operator,
         budget: Budget | float,
@@ -45,8 +43,7 @@ class FastRecipe:
         seed: int,
         reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        self.model, self.operator, self.reduce, self.seed = model, operator, reduce, seed
-        self.backbone = backbone_of(model)
+        self.subject, self.operator, self.reduce, self.seed = subject, operator, reduce, seed
         length = TRAVEL / steps * space.tokens / 197
         self.descent = Descent(
             start, budget, space, steps, first_step=length, last_step=length / 10, relative=0.5
@@ -55,12 +52,13 @@ class FastRecipe:
     @torch.no_grad()
     def step(self, images: Tensor, labels: Tensor) -> float:
         """Measure the slopes on these images and move the counts; returns the loss at the counts before."""
-        self.model.eval()
+        subject = self.subject
+        subject.model.eval()
         kept = self.counts()
         draw = random.Random(f"{self.seed}-{Budget.of(self.descent.budget).leading}-{self.descent.done}")
         changed = perturbed(kept, self.descent.space, SHARE, [draw.random() < 0.5 for _ in kept])
-        logits = variant_logits(self.backbone, images, kept, changed, self.operator)
-        each = divergence(logits_of(self.model, images), logits)  # (1 + L', B)
+        answers = subject.variants(images, kept, changed, self.operator)
+        each = subject.divergence(subject.under(None)(images), answers)  # (1 + L', B)
         sums = torch.cat([each.sum(dim=-1, dtype=torch.float64), each.new_tensor([each.shape[1]])])
         sums = self.reduce(sums).cpu()
         losses = sums[:-1] / sums[-1]
@@ -99,7 +97,9 @@ def best_start(
     """Where to begin: at the answer for the budget before, or at the best of a few simple schedules."""
     if last is not None:
         return project(space.searched(last), budget, space, space.freely())
-    candidates = starts(space, budget) or [project(space.most, budget, space, space.freely())]
+    candidates = held_out.subject.starts(space, budget) or [
+        project(space.most, budget, space, space.freely())
+    ]
     if len(candidates) == 1:
         return candidates[0]
 
@@ -117,48 +117,3 @@ def best_operator(
     counts = rounded(start, budget, space)
     as_given, floored = (held_out.each(schedule_of(counts, space, o)) for o in (operator, other))
     return other if held_out.clearly_above(as_given, floored) else operator
-
-
-def starts(space: Space, budget: Budget | float) -> list[Tensor]:
-    """Schedules on the budget to begin from: simple ones, and the shape that the paper's searches found.
-
-    Simple: image tokens falling by a constant factor, or as 1 - a d^p. The paper's: of the published schedules,
-    stretched to this model's depth, the one that costs closest to the budget.
-    """
-    depth = torch.linspace(0, 1, len(space.least), dtype=torch.float64)
-
-    def solve(shape: Callable[[float], Tensor]) -> Tensor | None:
-        def counts(a: float) -> Tensor:
-            ideal = space.prefix + (space.tokens - space.prefix) * shape(a)
-            return torch.minimum(torch.maximum(ideal, space.least), space.most)
-
-        if space.over(counts(1.0), budget):
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if space.over(counts(middle), budget) else (low, middle)
-        return project(counts(high), budget, space, space.freely())
-
-    def power(p: float) -> Callable[[float], Tensor]:
-        return lambda a: 1 - a * depth**p
-
-    def geometric(a: float) -> Tensor:
-        return (1 - a) ** (depth * (len(depth) - 1))
-
-    found = [*map(solve, [geometric, power(1.0), power(1.5)]), _published_start(space, budget)]
-    return [counts for counts in found if counts is not None]
-
-
-def _published_start(space: Space, budget: Budget | float) -> Tensor:
-    def stretched(profile: list[float]) -> Tensor:
-        blocks = len(profile)
-        depth = torch.linspace(0, blocks - 1, len(space.least), dtype=torch.float64)
-        below = depth.floor().long().clamp_max(blocks - 2)
-        share = torch.tensor(profile, dtype=torch.float64)
-        mixed = share[below] + (share[below + 1] - share[below]) * (depth - below)
-        ideal = space.prefix + (space.tokens - space.prefix) * mixed
-        return torch.minimum(torch.maximum(ideal, space.least), space.most)
-
-    nearest = min(map(stretched, profiles()), key=lambda counts: abs(float(space.used(counts, budget)) - 1))
-    return project(nearest, budget, space, space.freely())

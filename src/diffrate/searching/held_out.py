@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
-from diffrate.compressed import compress
-from diffrate.outputs import main_output
 from diffrate.schedule import Schedule
 from diffrate.searching.images import SearchImages
+from diffrate.searching.subject import Subject
 
 
 class HeldOut:
     """Held-out images on the device, with what the uncompressed model says of them; each process has its share."""
 
     def __init__(
-        self, model: nn.Module, images: SearchImages, accelerator: Accelerator, batch_size: int, workers: int
+        self, subject: Subject, images: SearchImages, accelerator: Accelerator, batch_size: int, workers: int
     ) -> None:
-        self.model, self.accelerator = model, accelerator
+        self.subject, self.accelerator = subject, accelerator
         self.unreadable: list[str] = []
         self.batches: list[tuple[Tensor, Tensor]] = []
-        model.eval()
+        subject.model.eval()
+        whole = subject.under(None)
         process, processes = accelerator.process_index, accelerator.num_processes
         for batch in images.held_out_batches(batch_size, workers, process, processes):
             self.unreadable += batch.unreadable
@@ -32,17 +32,17 @@ class HeldOut:
                 continue
             with torch.no_grad(), accelerator.autocast():
                 held = batch.images.to(accelerator.device)
-                self.batches.append((held, logits_of(model, held)))
+                self.batches.append((held, whole(held)))
 
     @torch.no_grad()
     def each(self, schedule: Schedule) -> Tensor:
         """Divergence of the model under a schedule from the whole one, on each image of this process."""
-        self.model.eval()
-        compressed = compress(self.model, schedule)
+        self.subject.model.eval()
+        compressed = self.subject.under(schedule)
         found = [torch.zeros(0, dtype=torch.float64, device=self.accelerator.device)]
         for images, teacher in self.batches:
             with self.accelerator.autocast():
-                found.append(divergence(teacher, logits_of(compressed, images)).double())
+                found.append(self.subject.divergence(teacher, compressed(images)).double())
         return torch.cat(found)
 
     def mean(self, each: Tensor) -> float:
@@ -61,14 +61,3 @@ class HeldOut:
     def _sums(self, *values: Tensor) -> list[float]:
         total: Any = self.accelerator.reduce(torch.stack([v.sum() for v in values]), reduction="sum")
         return [float(x) for x in total]
-
-
-def divergence(teacher: Tensor, logits: Tensor) -> Tensor:
-    """KL(teacher || student) per image, (..., B), in fp32."""
-    target = teacher.float().log_softmax(dim=-1)
-    return (target.exp() * (target - logits.float().log_softmax(dim=-1))).sum(dim=-1)
-
-
-def logits_of(model: nn.Module, images: Tensor) -> Tensor:
-    """Logits, of the first head where there are two."""
-    return main_output(model(images))

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import diffrate
-from diffrate.backbones import backbone_of
 from diffrate.compressed import CompressedModel, checked_operator
 from diffrate.costs.base import CostModel, Costs
-from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
 from diffrate.modes import frozen
 from diffrate.operator import Operator
@@ -32,6 +30,7 @@ from diffrate.searching.images import SearchImages
 from diffrate.searching.loop import Course, Loop, Settings, Snapshot
 from diffrate.searching.places import best_places
 from diffrate.searching.report import Progress, SearchFolder
+from diffrate.searching.subject import Subject
 
 RECIPES = ("fast", "paper")
 VIEWS = 4  # augmented views of an image that the fast recipe looks at: a dozen counts learn no image by heart
@@ -60,7 +59,7 @@ class SearchResult:
 
 
 def search(
-    model: nn.Module,
+    model: nn.Module | Subject,
     data: Dataset[Any] | tuple[Dataset[Any], Dataset[Any]],
     budget: str | float | Budget,
     *,
@@ -105,13 +104,14 @@ def search(
     if recipe not in RECIPES:
         raise DiffRateError(f"recipe must be one of {', '.join(RECIPES)}, not {recipe!r}")
     started = time.monotonic()
-    model = model.original if isinstance(model, CompressedModel) else model
-    if not getattr(model, "num_classes", 1) or getattr(model, "global_pool", None) == "":
-        raise DiffRateError("the model has no classifier, whose answers a search could compare")
+    subject = model if isinstance(model, Subject) else _classifier(model)
+    if recipe == "paper" and not subject.classifies:
+        raise DiffRateError("the paper's recipe is for classifiers: use the fast one")
+    model = subject.model
     accelerator = accelerator or Accelerator(mixed_precision="fp16" if torch.cuda.is_available() else "no")
     model.to(accelerator.device)
-    backbone = backbone_of(model)
-    space = Space.of(backbone, Costs([MacCost.of_backbone(backbone), *costs]))
+    backbone = subject.backbone
+    space = Space.of(backbone, Costs([subject.cost(), *costs]))
     whole = space.cost.price_of(None)
     budgets = parse_budgets(budget, whole) if isinstance(budget, str) else [Budget.of(budget)]
     for target in budgets:
@@ -133,7 +133,7 @@ def search(
     }  # fmt: skip
     folder = SearchFolder(output, config, resume, accelerator)
     with frozen(model), Progress(progress and accelerator.is_main_process) as bar:
-        held = HeldOut(model, images, accelerator, settings.batch_size, workers)
+        held = HeldOut(subject, images, accelerator, settings.batch_size, workers)
 
         def reduce(sums: Tensor) -> Tensor:
             total: Tensor = accelerator.reduce(sums, reduction="sum")
@@ -148,7 +148,7 @@ def search(
             first = fast.best_start(where, budget, chosen, held, last or start)
             if last is None and operator is None:
                 chosen = fast.best_operator(where, budget, chosen, held, first)
-            return fast.FastRecipe(model, where, chosen, budget, steps, first, seed, reduce)
+            return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce)
 
         def check_labels(labels: Tensor) -> None:
             if recipe == "paper":
@@ -166,6 +166,13 @@ def search(
     )
     folder.finish(result, made_by(command, accelerator.device))
     return result
+
+
+def _classifier(model: nn.Module) -> Subject:
+    model = model.original if isinstance(model, CompressedModel) else model
+    if not getattr(model, "num_classes", 1) or getattr(model, "global_pool", None) == "":
+        raise DiffRateError("the model has no classifier, whose answers a search could compare")
+    return Subject(model)
 
 
 def _finished(

@@ -1,0 +1,56 @@
+"""Where a search begins: simple schedules that meet a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from diffrate.published import profiles
+from diffrate.searching.budget import Budget, Space, project
+
+
+def starts(space: Space, budget: Budget | float) -> list[Tensor]:
+    """Schedules on the budget to begin from: simple ones, and the shape that the paper's searches found.
+
+    Simple: image tokens falling by a constant factor, or as 1 - a d^p. The paper's: of the published schedules,
+    stretched to this model's depth, the one that costs closest to the budget.
+    """
+    depth = torch.linspace(0, 1, len(space.least), dtype=torch.float64)
+
+    def solve(shape: Callable[[float], Tensor]) -> Tensor | None:
+        def counts(a: float) -> Tensor:
+            ideal = space.prefix + (space.tokens - space.prefix) * shape(a)
+            return torch.minimum(torch.maximum(ideal, space.least), space.most)
+
+        if space.over(counts(1.0), budget):
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if space.over(counts(middle), budget) else (low, middle)
+        return project(counts(high), budget, space, space.freely())
+
+    def power(p: float) -> Callable[[float], Tensor]:
+        return lambda a: 1 - a * depth**p
+
+    def geometric(a: float) -> Tensor:
+        return (1 - a) ** (depth * (len(depth) - 1))
+
+    found = [*map(solve, [geometric, power(1.0), power(1.5)]), _published_start(space, budget)]
+    return [counts for counts in found if counts is not None]
+
+
+def _published_start(space: Space, budget: Budget | float) -> Tensor:
+    def stretched(profile: list[float]) -> Tensor:
+        blocks = len(profile)
+        depth = torch.linspace(0, blocks - 1, len(space.least), dtype=torch.float64)
+        below = depth.floor().long().clamp_max(blocks - 2)
+        share = torch.tensor(profile, dtype=torch.float64)
+        mixed = share[below] + (share[below + 1] - share[below]) * (depth - below)
+        ideal = space.prefix + (space.tokens - space.prefix) * mixed
+        return torch.minimum(torch.maximum(ideal, space.least), space.most)
+
+    nearest = min(map(stretched, profiles()), key=lambda counts: abs(float(space.used(counts, budget)) - 1))
+    return project(nearest, budget, space, space.freely())

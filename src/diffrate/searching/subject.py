@@ -1,0 +1,57 @@
+"""What a search compresses, and whose answers it compares: here a classifier, in dense/ a segmentation model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from diffrate.backbones import backbone_of
+from diffrate.compressed import compress
+from diffrate.costs.macs import MacCost
+from diffrate.operator import Operator
+from diffrate.outputs import main_output
+from diffrate.schedule import Schedule
+from diffrate.searching.budget import Budget, Space
+from diffrate.searching.slopes import variant_logits
+from diffrate.searching.starts import starts
+
+
+class Subject:
+    """A classifier. Its answers are logits (B, classes), of the first head where there are two."""
+
+    classifies: ClassVar[bool] = True  # whether labels could say how good its answers are
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model  # all of it: moved to a device, frozen and set to evaluation
+        self.backbone = backbone_of(model)
+
+    def cost(self) -> MacCost:
+        """MACs of the whole model, of which the search changes those of the blocks."""
+        return MacCost.of_backbone(self.backbone)
+
+    def starts(self, space: Space, budget: Budget | float) -> list[Tensor]:
+        """Counts on the budget to begin from, of which held-out images choose."""
+        return starts(space, budget)
+
+    def under(self, schedule: Schedule | None) -> Callable[[Tensor], Tensor]:
+        """Images to answers, under a schedule or uncompressed."""
+        model = self.model if schedule is None else compress(self.model, schedule)
+        return lambda images: main_output(model(images))
+
+    def variants(
+        self, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator
+    ) -> Tensor:
+        """(1 + L', B, …) answers under counts and with each of them changed: see slopes.py."""
+        return variant_logits(self.backbone, images, kept, changed, operator)
+
+    def divergence(self, teacher: Tensor, answers: Tensor) -> Tensor:
+        """(…, B) how far answers lie from the whole model's, of every image."""
+        return kl(teacher, answers)
+
+
+def kl(teacher: Tensor, logits: Tensor) -> Tensor:
+    """KL(teacher || student) over the last dimension, in fp32."""
+    target = teacher.float().log_softmax(dim=-1)
+    return (target.exp() * (target - logits.float().log_softmax(dim=-1))).sum(dim=-1)
