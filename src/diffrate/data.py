@@ -7,12 +7,14 @@ cannot be read, which timm would replace by the next one.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.data import (
@@ -23,6 +25,7 @@ from timm.data import (
     create_transform,
     resolve_data_config,
 )
+from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -32,6 +35,8 @@ from diffrate.outputs import class_count
 
 MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jpg and jpeg
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
+SMALLEST_CROP = 0.05  # of a side: images are resized to the model's size divided by it
+LONGEST_SHAPE = 200  # times as long as high: nothing that looks at squares sees anything in longer ones
 TRAIN_SPLITS = ("train", "training", "search")
 
 
@@ -78,9 +83,11 @@ class Images(Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         place = self.chosen[index]
         with naming(lambda: self.reader.filename(place, absolute=True)):
+            if isinstance(self.reader, ReaderImageFolder):
+                check_regular(self.reader.filename(place, absolute=True))
             file, target = self.reader[place][:2]
             with file, Image.open(file) as opened:
-                image = opened.convert(self.mode)
+                image = decoded(opened, self.mode)
         label = self.class_of.get(target, target) if self.labels else -1
         return (image if self.transform is None else self.transform(image)), label
 
@@ -101,8 +108,26 @@ class ImageFiles(Dataset[Any]):
 
     def image(self, index: int) -> Image.Image:
         """The file's own pixels; UnreadableImageError where there are none."""
-        with naming(lambda: self.files[index]), Image.open(self.files[index]) as opened:
-            return opened.convert(self.mode)
+        with naming(lambda: self.files[index]):
+            check_regular(self.files[index])
+            with Image.open(self.files[index]) as opened:
+                return decoded(opened, self.mode)
+
+
+def check_regular(path: str | Path) -> None:
+    """A named pipe in a folder of images would be waited for without end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("not a file")
+
+
+def decoded(opened: Image.Image, mode: str) -> Image.Image:
+    """The pixels of the first frame. Sixteen bits become eight by dividing, where PIL would cut off all above 255."""
+    longest, shortest = max(opened.size), min(opened.size)
+    if longest > LONGEST_SHAPE * shortest:  # made as high as the model wants, it would be wider than memory
+        raise ValueError(f"its sides are {opened.width} and {opened.height} pixels")
+    if opened.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert(mode)
+    return opened.convert(mode)
 
 
 @contextmanager
@@ -114,7 +139,8 @@ def naming(file: Callable[[], object]) -> Iterator[None]:
         unknown = isinstance(error, Image.UnidentifiedImageError)
         said = error.strerror if isinstance(error, OSError) else None
         reason = "not a known image format" if unknown else said or first_line(error)
-        raise UnreadableImageError(f"cannot read the image {file()}: {reason}") from None
+        name = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(file()))
+        raise UnreadableImageError(f"cannot read the image {name}: {' '.join(reason.split())}") from None
 
 
 class FirstImages:
@@ -217,8 +243,8 @@ def preprocessing(
     for name, value in (("mean", mean), ("std", std)):
         if value is not None and len(value) not in (1, 3):
             raise DiffRateError(f"{name} takes one number or three, not {len(value)}")
-    if crop_pct is not None and not 0 < crop_pct <= 2:
-        raise DiffRateError(f"crop_pct is a fraction such as 0.9, not {crop_pct:g}")
+    if crop_pct is not None and not SMALLEST_CROP <= crop_pct <= 2:
+        raise DiffRateError(f"crop_pct is a fraction from {SMALLEST_CROP} to 2 such as 0.9, not {crop_pct:g}")
     size = (img_size, img_size) if isinstance(img_size, int) else img_size or input_size(model)
     given = {"crop_pct": crop_pct, "mean": mean, "std": std, "interpolation": interpolation}
     config: dict[str, Any] = resolve_data_config(

@@ -198,7 +198,7 @@ class Schedule:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(errors="replace"))  # half a surrogate, as in names of other encodings
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -209,6 +209,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # or a power cut could leave the new name without its content
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
