@@ -29,12 +29,14 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
 from diffrate.models import first_line, input_size
 from diffrate.outputs import class_count
 
 MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jpg and jpeg
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+MOST_WORKERS = 256
 SMALLEST_CROP = 0.05  # of a side: images are resized to the model's size divided by it
 LONGEST_SHAPE = 200  # times as long as high: nothing that looks at squares sees anything in longer ones
 TRAIN_SPLITS = ("train", "training", "search")
@@ -205,8 +207,8 @@ def build_loader(
     other names are numbered in sorted order. `labels=False` reads any folder of images, flat or nested.
     `most` limits the images: of folders evenly spread, of other datasets the first.
     """
-    if batch_size < 1 or workers < 0:
-        raise DiffRateError("batch size must be at least 1 and workers at least 0")
+    if batch_size < 1 or not 0 <= workers <= MOST_WORKERS:
+        raise DiffRateError(f"batch size must be at least 1 and workers from 0 to {MOST_WORKERS}")
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     images = build_dataset(
         data_dir, dataset, split, class_map, labels, batch_size=batch_size, mode=image_mode(config)
@@ -243,8 +245,13 @@ def preprocessing(
     for name, value in (("mean", mean), ("std", std)):
         if value is not None and len(value) not in (1, 3):
             raise DiffRateError(f"{name} takes one number or three, not {len(value)}")
+        least = 1e-6 if name == "std" else -1e6
+        if value is not None and not all(least <= number <= 1e6 for number in value):
+            raise DiffRateError(f"{name} of the normalisation cannot be {', '.join(f'{v:g}' for v in value)}")
     if crop_pct is not None and not SMALLEST_CROP <= crop_pct <= 2:
         raise DiffRateError(f"crop_pct is a fraction from {SMALLEST_CROP} to 2 such as 0.9, not {crop_pct:g}")
+    if interpolation is not None and interpolation not in INTERPOLATIONS:
+        raise DiffRateError(f"interpolation is one of {', '.join(INTERPOLATIONS)}, not {shown(interpolation)}")
     size = (img_size, img_size) if isinstance(img_size, int) else img_size or input_size(model)
     given = {"crop_pct": crop_pct, "mean": mean, "std": std, "interpolation": interpolation}
     config: dict[str, Any] = resolve_data_config(

@@ -204,6 +204,8 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """The same for what is not text."""
     try:
+        if path.exists() and not path.is_file():  # as root, the move below would put a file in place of /dev/null
+            raise DiffRateError(f"cannot write {path}: there is something that is not a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:

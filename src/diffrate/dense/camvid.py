@@ -62,8 +62,10 @@ def load_scenes(data_dir: str | Path, split: str, stride: int = 16) -> Scenes:
         annotation = root / f"{split}annot" / f"{path.stem}.png"
         if not annotation.is_file():
             raise DiffRateError(f"{path} has no labels: {annotation} does not exist")
-        image = np.asarray(Image.open(path).convert("RGB"))
-        label = np.asarray(Image.open(annotation))
+        with naming(lambda path=path: path):
+            image = np.asarray(Image.open(path).convert("RGB"))
+        with naming(lambda annotation=annotation: annotation):
+            label = np.asarray(Image.open(annotation))
         if label.shape != image.shape[:2] or label.max() > VOID:
             raise DiffRateError(f"{annotation} does not label {path} with {len(CLASSES)} classes and void")
         images.append(torch.from_numpy(image.copy()).permute(2, 0, 1))
