@@ -251,7 +251,9 @@ def preprocessing(
     if crop_pct is not None and not SMALLEST_CROP <= crop_pct <= 2:
         raise DiffRateError(f"crop_pct is a fraction from {SMALLEST_CROP} to 2 such as 0.9, not {crop_pct:g}")
     if interpolation is not None and interpolation not in INTERPOLATIONS:
-        raise DiffRateError(f"interpolation is one of {', '.join(INTERPOLATIONS)}, not {shown(interpolation)}")
+        raise DiffRateError(
+            f"interpolation is one of {', '.join(INTERPOLATIONS)}, not {shown(interpolation)}"
+        )
     size = (img_size, img_size) if isinstance(img_size, int) else img_size or input_size(model)
     given = {"crop_pct": crop_pct, "mean": mean, "std": std, "interpolation": interpolation}
     config: dict[str, Any] = resolve_data_config(
@@ -267,6 +269,19 @@ def plain_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
         is_training=False, **{name: config[name] for name in names}
     )
     return made
+
+
+def augmenting(**arguments: Any) -> Callable[[Image.Image], Any]:
+    """timm's transform for training, of which one image in 600 would fail.
+
+    RandAugment's full magnitude posterizes to 0 bits, which Pillow no longer does: just below it, to 1 bit.
+    """
+    made = create_transform(is_training=True, **arguments)
+    for part in made.transforms:
+        for operation in getattr(part, "ops", []):
+            operation.magnitude_max = min(operation.magnitude_max or 10, 9.999)
+    augment: Callable[[Image.Image], Any] = made
+    return augment
 
 
 def image_mode(config: Mapping[str, Any]) -> str:
@@ -398,7 +413,7 @@ def search_datasets(
         "re_prob": 0.25,
         "re_mode": "pixel",
     }
-    augment = create_transform(is_training=True, **shared, **(strong if heavy else light))
+    augment = augmenting(**shared, **(strong if heavy else light))
     plain = plain_transform(config)
     mode = image_mode(config)
     found = build_dataset(data_dir, dataset, split, class_map, labels, mode=mode, usual=TRAIN_SPLITS)
@@ -429,8 +444,7 @@ def training_datasets(
     """The images of a training, augmented as DeiT does, and those that choose its best epoch, as an evaluation does."""
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     shared: dict[str, Any] = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
-    augment = create_transform(
-        is_training=True,
+    augment = augmenting(
         scale=(smallest_crop, 1.0),
         auto_augment=f"rand-m{rand_augment}-mstd0.5-inc1" if rand_augment else None,
         color_jitter=color_jitter,

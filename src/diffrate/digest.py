@@ -14,7 +14,9 @@ def digest(*parts: bytes | memoryview | str) -> str:
     made = hashlib.sha256()
     for part in parts:
         content = part.encode(errors="surrogatepass") if isinstance(part, str) else part
-        made.update(str(len(content)).encode() + b" ")  # so that what moves from one part to the next is noticed
+        made.update(
+            str(len(content)).encode() + b" "
+        )  # so that what moves from one part to the next is noticed
         made.update(content)
     return made.hexdigest()
 

@@ -63,7 +63,9 @@ def value_changed(text: bytes, chance: random.Random) -> bytes:
 
 
 def _places(values: Any) -> Any:
-    keys = values.keys() if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
+    keys = (
+        values.keys() if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
+    )
     for key in keys:
         yield values, key
         yield from _places(values[key])
@@ -83,7 +85,9 @@ def bytes_changed(text: bytes, chance: random.Random) -> bytes:
             case 2:
                 data[start:start] = data[start : start + length]
             case 3:
-                data[start:start] = chance.choice((b"\x00", b"\xff", b"9" * 5000, b"[" * 5000, b'"', b"}", b"-", b"1e999"))
+                data[start:start] = chance.choice(
+                    (b"\x00", b"\xff", b"9" * 5000, b"[" * 5000, b'"', b"}", b"-", b"1e999")
+                )
             case 4:
                 del data[start:]
     return bytes(data)
@@ -143,7 +147,17 @@ class Targets:
 
     def _tune(self, folder: Path, epochs: int, resume: bool = False, **options: Any) -> None:
         recipe = replace(FINETUNE, epochs=epochs, batch_size=8, precision="no")
-        finetune(self.model, SCHEDULE, self.data, self.data, folder, recipe, progress=False, resume=resume, **options)
+        finetune(
+            self.model,
+            SCHEDULE,
+            self.data,
+            self.data,
+            folder,
+            recipe,
+            progress=False,
+            resume=resume,
+            **options,
+        )
 
     def _schedule(self, files: Path) -> None:
         schedule = Schedule.load(files / "schedule.json")

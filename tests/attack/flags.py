@@ -29,18 +29,18 @@ from safetensors.torch import save_file
 
 import diffrate
 from attack.outcome import ACCEPTED, REFUSED, Tally
-from conftest import TINY, TINY_FLAGS, write_image
+from conftest import TINY_FLAGS, write_image
 from diffrate.cli.app import app, main
 from report.runs import SCRIPT, plain_run, tiny_model
 
 SECONDS, MEMORY = 40, 12 << 30
 VALUES = (
-    "", "x", "-1", "0", "0.5", "nan", "inf", "1e308", "-1e308", "1000000000", "9" * 30, SCRIPT, "x" * 5000, "a,b", "1,2,3",
-    "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G", "0%", "nanms", "../x\x01",
+    "", "x", "-1", "0", "0.5", "nan", "inf", "1e308", "-1e308", "1000000000", "9" * 30, SCRIPT, "x" * 5000, "a,b",
+    "1,2,3", "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G", "0%", "nanms", "../x\x01",
 )  # fmt: skip
 # Where a huge number asks for no more than a long run, which may still be under way when time is up.
 LONG = {"--epochs", "--steps", "--repeats", "--images", "--rounds", "--hardware-steps", "--max-minutes", "--explore",
-        "--warmup-epochs", "--cooldown-epochs", "--patience"}  # fmt: skip
+        "--warmup-epochs", "--cooldown-epochs", "--patience", "--compile"}  # fmt: skip
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -70,8 +70,6 @@ class Inputs:
         save_file(model.state_dict(), folder / "weights.safetensors")
         diffrate.Schedule((17, 14, 10, 3), (17, 12, 8, 3)).save(folder / "schedule.json")
         plain_run(folder / "run")
-        diffrate.save(diffrate.compress(model, diffrate.Schedule.load(folder / "schedule.json")), folder / "saved",
-                      model="vit_tiny_patch16_224", model_kwargs={k: v for k, v in TINY.items() if k not in ("num_classes", "img_size")})  # fmt: skip
         for split in ("train", "val", "test"):
             for i in range(2):
                 write_image(folder / "scenes" / split / f"{i}.png", i, (64, 96))
@@ -94,8 +92,8 @@ class Inputs:
             "macs": [*TINY_FLAGS, *schedule],
             "compress": [*TINY_FLAGS, *schedule, "--output", "new.json"],
             "search": [*TINY_FLAGS, *data, *weights, *cpu, "--budget", "60%", "--output", "new", "--steps", "1"],
-            "cosearch": [*TINY_FLAGS, *data, *cpu, "--budget", "1ms", "--output", "new", "--steps", "1", "--rounds", "1",
-                         "--hardware-steps", "2"],
+            "cosearch": [*TINY_FLAGS, *data, *cpu, "--budget", "1ms", "--output", "new", "--steps", "1",
+                         "--rounds", "1", "--hardware-steps", "2"],
             "profile": [*TINY_FLAGS, *cpu, "--batch-size", "1", "--repeats", "3", "--output", "new.json"],
             "eval": [*TINY_FLAGS, *data, *weights, *cpu, *schedule],
             "compare": [*TINY_FLAGS, *data, *weights, *cpu, "--methods", "tome", "--budget", "60%"],

@@ -24,7 +24,15 @@ from conftest import pixels
 from diffrate.data import ImageFiles, build_dataset, plain_transform, preprocessing
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
-NAMES = ("a\nb", "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", '"\'&;$(id)`', "\x1b[31m", "\u202e", "ü" * 100)
+NAMES = (
+    "a\nb",
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"'&;$(id)`",
+    "\x1b[31m",
+    "\u202e",
+    "ü" * 100,
+)
 
 
 def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
@@ -42,7 +50,10 @@ def png_of(width: int, height: int, depth: int = 8) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
     packer = zlib.compressobj()
     row = b"\x00" * (1 + min(width, 100_000) * depth // 8)
-    rows = b"".join(packer.compress(row) for _ in range(height if width * height < 10**8 else 10)) + packer.flush()
+    rows = (
+        b"".join(packer.compress(row) for _ in range(height if width * height < 10**8 else 10))
+        + packer.flush()
+    )
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
@@ -63,7 +74,11 @@ def odd_images() -> Iterator[tuple[str, bytes, bool | None]]:
     yield "two.png", encoded(noise.resize((2, 3)), "PNG"), True
     frames = [Image.fromarray(pixels(i, (40, 40))) for i in range(4)]
     for form in ("GIF", "WEBP", "PNG", "TIFF"):
-        yield f"moving.{form.lower()}", encoded(frames[0], form, save_all=True, append_images=frames[1:]), True
+        yield (
+            f"moving.{form.lower()}",
+            encoded(frames[0], form, save_all=True, append_images=frames[1:]),
+            True,
+        )
     yield "wide.png", png_of(30_000, 300), True
     yield "very_wide.png", png_of(30_000, 1), False
     yield "very_high.png", png_of(1, 30_000), False
@@ -138,6 +153,8 @@ def attack(folder: Path, model: nn.Module, count: int, seed: int = 0) -> Tally:
         check(Path(found.file_name(i)).name, ended, said, made)
     for name in expected:  # as visualize reads
         made = []
-        ended, said = outcome(lambda f=inside / name, made=made: made.append(ImageFiles([f], config)[0]), seconds=30)
+        ended, said = outcome(
+            lambda f=inside / name, made=made: made.append(ImageFiles([f], config)[0]), seconds=30
+        )
         check(name, ended, said, made)
     return tally

@@ -44,10 +44,9 @@ def test_the_good_files_are_accepted(targets: Targets, tmp_path: Path) -> None:
 def test_any_values_in_a_schedule(changes: dict[str, object]) -> None:
     try:
         schedule = diffrate.Schedule.from_dict({**SCHEDULE.to_dict(), **changes})
-    except DiffRateError as error:
-        assert len(str(error)) < 1000
-    else:
-        assert diffrate.Schedule.from_dict(schedule.to_dict()) == schedule
+    except DiffRateError:
+        return
+    assert diffrate.Schedule.from_dict(schedule.to_dict()) == schedule
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import nn
 
 from attack.images import NAMES, attack, png_of
-from conftest import TINY_FLAGS, check_refused
-from diffrate.data import ImageFiles, UnreadableImageError, preprocessing
+from conftest import TINY_FLAGS, check_refused, pixels
+from diffrate.data import ImageFiles, UnreadableImageError, augmenting, preprocessing
 from diffrate.errors import DiffRateError
 
 
@@ -44,7 +44,7 @@ def test_a_pipe_is_not_waited_for(tiny_vit: nn.Module, tmp_path: Path) -> None:
 
 
 def test_a_tiny_crop_would_ask_for_a_huge_image(tiny_vit: nn.Module) -> None:
-    with pytest.raises(DiffRateError, match="crop_pct is a fraction from 0.05"):
+    with pytest.raises(DiffRateError, match=r"crop_pct is a fraction from 0\.05"):
         preprocessing(tiny_vit, crop_pct=1e-4)
 
 
@@ -52,17 +52,39 @@ def test_a_tiny_crop_would_ask_for_a_huge_image(tiny_vit: nn.Module) -> None:
 def test_hostile_names_stay_in_one_line(diffrate_cli, eval_flags, image_folder, workers) -> None:
     bad = image_folder / "val" / "000" / f"{NAMES[0]}<b>.png"
     bad.write_bytes(b"no image")
-    check_refused(diffrate_cli(*eval_flags, "--workers", workers), r"cannot read the image \S+/000/a.b<b>\.png: not a")
+    check_refused(
+        diffrate_cli(*eval_flags, "--workers", workers), r"cannot read the image \S+/000/a.b<b>\.png: not a"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pictures_of_images_with_hostile_names(diffrate_cli, checkpoint, tmp_path: Path, name: str) -> None:
     image = tmp_path / f"{name.replace('/', '_')}.png"
     Image.new("RGB", (40, 40)).save(image)
-    flags = [*TINY_FLAGS, "--checkpoint", checkpoint, "--schedule", tmp_path / "s.json", "--output", tmp_path / "out"]
+    flags = [
+        *TINY_FLAGS,
+        "--checkpoint",
+        checkpoint,
+        "--schedule",
+        tmp_path / "s.json",
+        "--output",
+        tmp_path / "out",
+    ]
     assert diffrate_cli("compress", *TINY_FLAGS, "--merge", "17,9,5,3", "-o", tmp_path / "s.json").code == 0
     ran = diffrate_cli("visualize", image, *flags, "--format", "png")
     assert ran.code == 0, ran.err
     (picture,) = (tmp_path / "out").iterdir()
     assert picture.name.isprintable()
     assert not set(picture.name) & set('<>"|?*')
+
+
+def test_augmentation_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its full magnitude RandAugment posterizes to 0 bits, which Pillow refuses: one image in 600."""
+    augment = augmenting(input_size=(3, 32, 32), auto_augment="rand-m9-mstd0.5-inc1")
+    operations = [op for part in augment.transforms for op in getattr(part, "ops", [])]
+    assert {"PosterizeIncreasing"} <= {op.name for op in operations}
+    image = Image.fromarray(pixels(0))
+    for operation in operations:
+        monkeypatch.setattr("random.gauss", lambda *_: 99.0)
+        operation.prob = 1.0
+        assert operation(image).size == image.size

@@ -38,7 +38,10 @@ def dangers(source: str) -> list[str]:
             given = {k.arg: ast.unparse(k.value) for k in node.keywords}
             if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load"):
                 found.append(name)
-            if name in ("torch.load", "load_checkpoint", "load_state_dict_from_url") and given.get("weights_only") != "True":
+            if (
+                name in ("torch.load", "load_checkpoint", "load_state_dict_from_url")
+                and given.get("weights_only") != "True"
+            ):
                 found.append(f"{name} without weights_only")
             if name.endswith(("np.load", "numpy.load")) and given.get("allow_pickle") != "False":
                 found.append(f"{name} without allow_pickle=False")
@@ -55,7 +58,8 @@ def test_no_source_turns_data_into_code() -> None:
 @pytest.mark.parametrize(
     "line",
     ["import pickle", "from dill import load", "eval(x)", "torch.load(x)", "torch.load(x, weights_only=False)",
-     "yaml.load(x)", "np.load(x)", "subprocess.run(x, shell=True)", "AutoModel.from_pretrained(x, trust_remote_code=True)"],
+     "yaml.load(x)", "np.load(x)", "subprocess.run(x, shell=True)",
+     "AutoModel.from_pretrained(x, trust_remote_code=True)"],
 )  # fmt: skip
 def test_the_walk_sees_what_it_looks_for(line: str) -> None:
     assert dangers(line)
@@ -78,7 +82,12 @@ def hostile_files(mark: Path) -> dict[str, bytes]:
     torch.save({"model": Hostile(mark)}, old, _use_new_zipfile_serialization=False)
     with zipfile.ZipFile(arrays, "w") as archive, archive.open("x.npy", "w") as file:
         np.lib.format.write_array(file, np.array([Hostile(mark)], dtype=object), allow_pickle=True)
-    return {"plain": pickle.dumps(Hostile(mark)), "new": new.getvalue(), "old": old.getvalue(), "numpy": arrays.getvalue()}
+    return {
+        "plain": pickle.dumps(Hostile(mark)),
+        "new": new.getvalue(),
+        "old": old.getvalue(),
+        "numpy": arrays.getvalue(),
+    }
 
 
 def test_the_files_are_hostile(tmp_path: Path) -> None:
@@ -95,11 +104,22 @@ def test_the_files_are_hostile(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "new", "old", "numpy"])
 @pytest.mark.parametrize("ending", ["pth", "safetensors", "npz", "bin"])
-def test_a_hostile_checkpoint_is_refused(diffrate_cli, image_folder, tmp_path: Path, kind: str, ending: str) -> None:
+def test_a_hostile_checkpoint_is_refused(
+    diffrate_cli, image_folder, tmp_path: Path, kind: str, ending: str
+) -> None:
     checkpoint = tmp_path / f"weights.{ending}"
     checkpoint.write_bytes(hostile_files(tmp_path / "ran")[kind])
     ran = diffrate_cli(
-        "eval", *TINY_FLAGS, "--checkpoint", checkpoint, "--data-dir", image_folder, "--split", "val", "--workers", 0
+        "eval",
+        *TINY_FLAGS,
+        "--checkpoint",
+        checkpoint,
+        "--data-dir",
+        image_folder,
+        "--split",
+        "val",
+        "--workers",
+        0,
     )
     check_refused(ran, "checkpoint .* does not load into")
     assert not (tmp_path / "ran").exists()

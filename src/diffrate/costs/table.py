@@ -21,7 +21,7 @@ from diffrate.backbones import Layout
 from diffrate.costs.base import CostModel, attention_counts, mean_slopes, read
 from diffrate.errors import DiffRateError, shown
 from diffrate.isotonic import rising
-from diffrate.schedule import MOST_TOKENS, write_text
+from diffrate.schedule import MOST_TOKENS, check_is_file, write_text
 
 FORMAT = "diffrate.latency_table"
 VERSION = 2
@@ -132,6 +132,7 @@ class LatencyTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LatencyTable:
+        check_is_file(Path(path))
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_constant)
         except OSError as error:

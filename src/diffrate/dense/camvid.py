@@ -15,6 +15,7 @@ from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
+from diffrate.data import naming
 from diffrate.errors import DiffRateError
 
 CLASSES = (
@@ -62,16 +63,19 @@ def load_scenes(data_dir: str | Path, split: str, stride: int = 16) -> Scenes:
         annotation = root / f"{split}annot" / f"{path.stem}.png"
         if not annotation.is_file():
             raise DiffRateError(f"{path} has no labels: {annotation} does not exist")
-        with naming(lambda path=path: path):
-            image = np.asarray(Image.open(path).convert("RGB"))
-        with naming(lambda annotation=annotation: annotation):
-            label = np.asarray(Image.open(annotation))
-        if label.shape != image.shape[:2] or label.max() > VOID:
+        image, label = _read(path).convert("RGB"), np.asarray(_read(annotation))
+        if label.shape != (image.height, image.width) or label.max() > VOID:
             raise DiffRateError(f"{annotation} does not label {path} with {len(CLASSES)} classes and void")
-        images.append(torch.from_numpy(image.copy()).permute(2, 0, 1))
+        images.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
         labels.append(torch.from_numpy(label.copy()))
     if len({image.shape for image in images}) > 1:
         raise DiffRateError(f"the images in {root / split} are not all of one size")
     height, width = labels[0].shape
     pad = (0, -width % stride, 0, -height % stride)
     return Scenes(F.pad(torch.stack(images), pad), F.pad(torch.stack(labels), pad, value=VOID))
+
+
+def _read(path: Path) -> Image.Image:
+    with naming(lambda: path), Image.open(path) as opened:
+        opened.load()
+        return opened

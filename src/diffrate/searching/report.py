@@ -41,7 +41,8 @@ class SearchFolder(RunFolder):
         values = (self.read("state.json") or {}) if self.resume else {}
         if values and not is_whole(values):
             raise DiffRateError(
-                f"the state of the search in {self.path} is damaged, or of another version: start again in another folder"
+                f"the state of the search in {self.path} is damaged, or of another version: "
+                "start again in another folder"
             )
         values.pop(KEY, None)
         try:

@@ -125,7 +125,10 @@ def _digest(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         value = tensors[name]
         # Half precisions have no numpy type; every number is a row of bytes.
-        parts += [f"{name} {value.dtype} {list(value.shape)}", memoryview(value.reshape(-1).view(torch.uint8).numpy())]
+        parts += [
+            f"{name} {value.dtype} {list(value.shape)}",
+            value.reshape(-1).view(torch.uint8).numpy().data,
+        ]
     return digest(*parts)
 
 
