@@ -7,12 +7,14 @@ cannot be read, which timm would replace by the next one.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.data import (
@@ -23,15 +25,20 @@ from timm.data import (
     create_transform,
     resolve_data_config,
 )
+from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
 from diffrate.models import first_line, input_size
 from diffrate.outputs import class_count
 
 MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jpg and jpeg
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+MOST_WORKERS = 256
+SMALLEST_CROP = 0.05  # of a side: images are resized to the model's size divided by it
+LONGEST_SHAPE = 200  # times as long as high: nothing that looks at squares sees anything in longer ones
 TRAIN_SPLITS = ("train", "training", "search")
 
 
@@ -78,9 +85,11 @@ class Images(Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         place = self.chosen[index]
         with naming(lambda: self.reader.filename(place, absolute=True)):
+            if isinstance(self.reader, ReaderImageFolder):
+                check_regular(self.reader.filename(place, absolute=True))
             file, target = self.reader[place][:2]
             with file, Image.open(file) as opened:
-                image = opened.convert(self.mode)
+                image = decoded(opened, self.mode)
         label = self.class_of.get(target, target) if self.labels else -1
         return (image if self.transform is None else self.transform(image)), label
 
@@ -101,8 +110,26 @@ class ImageFiles(Dataset[Any]):
 
     def image(self, index: int) -> Image.Image:
         """The file's own pixels; UnreadableImageError where there are none."""
-        with naming(lambda: self.files[index]), Image.open(self.files[index]) as opened:
-            return opened.convert(self.mode)
+        with naming(lambda: self.files[index]):
+            check_regular(self.files[index])
+            with Image.open(self.files[index]) as opened:
+                return decoded(opened, self.mode)
+
+
+def check_regular(path: str | Path) -> None:
+    """A named pipe in a folder of images would be waited for without end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("not a file")
+
+
+def decoded(opened: Image.Image, mode: str) -> Image.Image:
+    """The pixels of the first frame. Sixteen bits become eight by dividing, where PIL would cut off all above 255."""
+    longest, shortest = max(opened.size), min(opened.size)
+    if longest > LONGEST_SHAPE * shortest:  # made as high as the model wants, it would be wider than memory
+        raise ValueError(f"its sides are {opened.width} and {opened.height} pixels")
+    if opened.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert(mode)
+    return opened.convert(mode)
 
 
 @contextmanager
@@ -114,7 +141,8 @@ def naming(file: Callable[[], object]) -> Iterator[None]:
         unknown = isinstance(error, Image.UnidentifiedImageError)
         said = error.strerror if isinstance(error, OSError) else None
         reason = "not a known image format" if unknown else said or first_line(error)
-        raise UnreadableImageError(f"cannot read the image {file()}: {reason}") from None
+        name = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(file()))
+        raise UnreadableImageError(f"cannot read the image {name}: {' '.join(reason.split())}") from None
 
 
 class FirstImages:
@@ -179,8 +207,8 @@ def build_loader(
     other names are numbered in sorted order. `labels=False` reads any folder of images, flat or nested.
     `most` limits the images: of folders evenly spread, of other datasets the first.
     """
-    if batch_size < 1 or workers < 0:
-        raise DiffRateError("batch size must be at least 1 and workers at least 0")
+    if batch_size < 1 or not 0 <= workers <= MOST_WORKERS:
+        raise DiffRateError(f"batch size must be at least 1 and workers from 0 to {MOST_WORKERS}")
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     images = build_dataset(
         data_dir, dataset, split, class_map, labels, batch_size=batch_size, mode=image_mode(config)
@@ -217,8 +245,15 @@ def preprocessing(
     for name, value in (("mean", mean), ("std", std)):
         if value is not None and len(value) not in (1, 3):
             raise DiffRateError(f"{name} takes one number or three, not {len(value)}")
-    if crop_pct is not None and not 0 < crop_pct <= 2:
-        raise DiffRateError(f"crop_pct is a fraction such as 0.9, not {crop_pct:g}")
+        least = 1e-6 if name == "std" else -1e6
+        if value is not None and not all(least <= number <= 1e6 for number in value):
+            raise DiffRateError(f"{name} of the normalisation cannot be {', '.join(f'{v:g}' for v in value)}")
+    if crop_pct is not None and not SMALLEST_CROP <= crop_pct <= 2:
+        raise DiffRateError(f"crop_pct is a fraction from {SMALLEST_CROP} to 2 such as 0.9, not {crop_pct:g}")
+    if interpolation is not None and interpolation not in INTERPOLATIONS:
+        raise DiffRateError(
+            f"interpolation is one of {', '.join(INTERPOLATIONS)}, not {shown(interpolation)}"
+        )
     size = (img_size, img_size) if isinstance(img_size, int) else img_size or input_size(model)
     given = {"crop_pct": crop_pct, "mean": mean, "std": std, "interpolation": interpolation}
     config: dict[str, Any] = resolve_data_config(
@@ -234,6 +269,19 @@ def plain_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
         is_training=False, **{name: config[name] for name in names}
     )
     return made
+
+
+def augmenting(**arguments: Any) -> Callable[[Image.Image], Any]:
+    """timm's transform for training, of which one image in 600 would fail.
+
+    RandAugment's full magnitude posterizes to 0 bits, which Pillow no longer does: just below it, to 1 bit.
+    """
+    made = create_transform(is_training=True, **arguments)
+    for part in made.transforms:
+        for operation in getattr(part, "ops", []):
+            operation.magnitude_max = min(operation.magnitude_max or 10, 9.999)
+    augment: Callable[[Image.Image], Any] = made
+    return augment
 
 
 def image_mode(config: Mapping[str, Any]) -> str:
@@ -365,7 +413,7 @@ def search_datasets(
         "re_prob": 0.25,
         "re_mode": "pixel",
     }
-    augment = create_transform(is_training=True, **shared, **(strong if heavy else light))
+    augment = augmenting(**shared, **(strong if heavy else light))
     plain = plain_transform(config)
     mode = image_mode(config)
     found = build_dataset(data_dir, dataset, split, class_map, labels, mode=mode, usual=TRAIN_SPLITS)
@@ -396,8 +444,7 @@ def training_datasets(
     """The images of a training, augmented as DeiT does, and those that choose its best epoch, as an evaluation does."""
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     shared: dict[str, Any] = {name: config[name] for name in ("input_size", "interpolation", "mean", "std")}
-    augment = create_transform(
-        is_training=True,
+    augment = augmenting(
         scale=(smallest_crop, 1.0),
         auto_augment=f"rand-m{rand_augment}-mstd0.5-inc1" if rand_augment else None,
         color_jitter=color_jitter,

@@ -15,9 +15,10 @@ import timm
 from timm.models import load_checkpoint
 from torch import nn
 
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
 from diffrate.libraries import create, split_name
 
+LARGEST_SIDE = 8192  # pixels: more would only ask for more memory than there is
 ANY_SIZE = "caformer"  # how the names begin of models that are built without an input size
 
 
@@ -35,6 +36,9 @@ def load_model(
     """
     if checkpoint is not None and not Path(checkpoint).is_file():
         raise DiffRateError(f"checkpoint {checkpoint} does not exist")
+    sides = (img_size,) if isinstance(img_size, int) else img_size or (1,)
+    if max(sides) > LARGEST_SIDE:
+        raise DiffRateError(f"an image size is at most {LARGEST_SIDE} pixels, not {shown(max(sides))}")
     created = _create(
         model, pretrained and checkpoint is None, num_classes, img_size, dict(model_kwargs or {})
     )
@@ -94,7 +98,9 @@ def _load_weights(model: nn.Module, name: str, checkpoint: Path) -> None:
     # The family's own filter resizes position embeddings when the model was built for another image size.
     family = sys.modules[type(model).__module__]
     try:
-        load_checkpoint(model, str(checkpoint), filter_fn=getattr(family, "checkpoint_filter_fn", None))
+        filter_fn = getattr(family, "checkpoint_filter_fn", None)
+        # Older versions of timm would unpickle anything, which can run code.
+        load_checkpoint(model, str(checkpoint), filter_fn=filter_fn, weights_only=True)
     except Exception as error:  # a corrupt file raises whatever its format's parser raises
         raise DiffRateError(
             f"checkpoint {checkpoint} does not load into {name}: {what_does_not_fit(error)}"

@@ -61,8 +61,12 @@ def check_target(path: str | os.PathLike[str] | None) -> None:
     if path is None:
         return
     target = Path(path)
-    parent = next(folder for folder in target.absolute().parents if folder.exists())
-    if target.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+    try:
+        parent = next(folder for folder in target.absolute().parents if folder.exists())
+        special = target.exists() and not target.is_file()
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise DiffRateError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+    if special or not parent.is_dir() or not os.access(parent, os.W_OK):
         raise DiffRateError(f"cannot write {path}")
 
 

@@ -61,5 +61,5 @@ class RunFolder:
             return values
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DiffRateError(f"cannot read {self.path / name}: {error}") from error

@@ -178,6 +178,7 @@ class Schedule:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
         path = Path(path)
+        check_is_file(path)
         try:
             with path.open("rb") as file:
                 text = file.read(LONGEST_FILE + 1)
@@ -196,19 +197,31 @@ class Schedule:
             raise ScheduleError(f"{path}: {error}") from error
 
 
+def check_is_file(path: Path) -> None:
+    """Refuse a pipe or a device, which a reader would wait for without end; what is not there is said elsewhere."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise DiffRateError(f"{path} is not a file")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(errors="replace"))  # half a surrogate, as in names of other encodings
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """The same for what is not text."""
     try:
+        if (
+            path.exists() and not path.is_file()
+        ):  # as root, the move below would put a file in place of /dev/null
+            raise DiffRateError(f"cannot write {path}: there is something that is not a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # or a power cut could leave the new name without its content
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 
 import diffrate
@@ -27,6 +28,8 @@ from diffrate.cli import (
 )
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
+
+NO_MEMORY = "can't allocate memory"  # torch's words on a CPU, in a plain RuntimeError
 
 app = typer.Typer(
     name="diffrate",
@@ -76,8 +79,19 @@ def main() -> None:
     try:
         app(prog_name="diffrate")
     except DiffRateError as error:
-        typer.echo(f"Error: {' '.join(str(error).split())}", err=True)
-        sys.exit(2)
+        _refuse(str(error))
+    except OSError as error:  # a full disk, a folder that is read-only, a name too long
+        about = f" {error.filename}" if error.filename else ""
+        _refuse(f"the system refused{about}: {error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and NO_MEMORY not in str(error):
+            raise
+        _refuse("this takes more memory than there is: try a smaller batch size, image size or model")
+
+
+def _refuse(sentence: str) -> NoReturn:
+    typer.echo(f"Error: {' '.join(sentence.split())}", err=True)
+    sys.exit(2)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -24,6 +24,7 @@ from diffrate.dense.segmenter import Segmenter, build_segmenter
 from diffrate.dense.training import SegmentationRecipe, train_segmenter
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
+from diffrate.models import what_does_not_fit
 from diffrate.results import check_target, write_results
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import parse_budgets
@@ -210,8 +211,10 @@ def load_segmenter(folder: Path) -> Segmenter:
             results["model"], len(results["classes"]), tuple(results["img_size"]), width=results["width"]
         )
         segmenter.load_state_dict(load_file(folder / "weights.safetensors"))
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise DiffRateError(f"{folder} holds no model that `segment train` wrote: {error}") from error
+    except Exception as error:  # a damaged file raises whatever its parser raises
+        raise DiffRateError(
+            f"{folder} holds no model that `segment train` wrote: {what_does_not_fit(error)}"
+        ) from error
     return segmenter.eval()
 
 

@@ -21,6 +21,7 @@ from diffrate.cli.recipe import with_recipe
 from diffrate.data import training_datasets
 from diffrate.devices import resolve_device
 from diffrate.embedded.build import DEBIAN, HELD_OUT, training_sets
+from diffrate.errors import DiffRateError
 from diffrate.models import load_model
 from diffrate.results import check_target, write_results
 from diffrate.schedule import Schedule
@@ -171,6 +172,8 @@ def train_command(
 def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
     flags: dict[str, Any] = context.params
     check_target(flags["output"] / "metrics.json")
+    if flags["drop_path"] is not None and not 0 <= flags["drop_path"] < 1:
+        raise DiffRateError(f"--drop-path is a share below 1, not {flags['drop_path']:g}")
     where = resolve_device(flags["device"])
     set_seed(recipe.seed)
     name, test = flags["model"], None

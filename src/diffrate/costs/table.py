@@ -6,6 +6,7 @@ regression: as measured they are not monotone, and a search would chase the nois
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -20,10 +21,11 @@ from diffrate.backbones import Layout
 from diffrate.costs.base import CostModel, attention_counts, mean_slopes, read
 from diffrate.errors import DiffRateError, shown
 from diffrate.isotonic import rising
-from diffrate.schedule import write_text
+from diffrate.schedule import MOST_TOKENS, check_is_file, write_text
 
 FORMAT = "diffrate.latency_table"
 VERSION = 2
+LONGEST_MS = 1e9  # that anything is believed to take
 WINDOW = 8  # tokens over which slopes are averaged
 
 
@@ -130,8 +132,9 @@ class LatencyTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LatencyTable:
+        check_is_file(Path(path))
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_constant)
         except OSError as error:
             raise DiffRateError(f"cannot read the latency table {path}: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
@@ -147,6 +150,7 @@ class LatencyTable:
             ]
             last = _series(values.pop("last"))
             table = cls(kinds=kinds, last=last, fit=Fit(**values.pop("fit")), **values)
+            _check_values(table)
             TableCost(table).price_of(None)
         except (TypeError, KeyError, AttributeError, ValueError, IndexError, RuntimeError) as error:
             raise DiffRateError(f"{path} is not a whole latency table: {error}") from error
@@ -158,6 +162,52 @@ def _refuse(what: str, mine: str, theirs: str) -> None:
         f"the latency table was measured for another {what}: {mine}, not {theirs}; "
         "profile again, or say that it may be used anyway"
     )
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_values(table: LatencyTable) -> None:
+    """ValueError for a table that no profile could have measured; a table from elsewhere may hold anything."""
+    for name in ("depth", "dim", "tokens", "batch_size"):
+        _check_counts(name, [getattr(table, name)], 1, MOST_TOKENS)
+    _check_counts("prefix", [table.prefix], 0, table.tokens)
+    for name in ("device", "dtype", "mode", "torch"):
+        if not isinstance(getattr(table, name), str):
+            raise ValueError(f"{name} must be text")
+    if not isinstance(table.model, str | None):
+        raise ValueError("model must be text")
+    _check_counts("kind_of", table.kind_of, 0, len(table.kinds) - 1)
+    if len(table.kind_of) != table.depth:
+        raise ValueError(f"kind_of must have one entry for each of the {table.depth} blocks")
+    for kind in table.kinds:
+        for series in (kind.attention, kind.mlp, kind.remove):
+            _check_series(series)
+        _check_numbers("whole", [kind.whole])
+    if table.last is not None:
+        _check_series(table.last)
+    _check_numbers("around", [table.around])
+    _check_numbers("fit", [table.fit.blocks, table.fit.removals, table.fit.offset])
+
+
+def _check_series(series: Series) -> None:
+    _check_counts("n", series.n, 0, MOST_TOKENS)
+    _check_numbers("ms", series.ms)
+    _check_numbers("spread", series.spread)
+    rises = all(a < b for a, b in itertools.pairwise(series.n))
+    if len(series.n) < 2 or not rises or not len(series.n) == len(series.ms) == len(series.spread):
+        raise ValueError("a series has at least two rising token counts, each with its ms and spread")
+
+
+def _check_counts(name: str, values: list[int], least: int, most: int) -> None:
+    if not all(type(value) is int and least <= value <= most for value in values):
+        raise ValueError(f"{name} must be whole numbers from {least} to {most}")
+
+
+def _check_numbers(name: str, values: list[float]) -> None:
+    if not all(type(value) in (int, float) and abs(value) <= LONGEST_MS for value in values):
+        raise ValueError(f"{name} must be numbers, of at most {LONGEST_MS:.0e}")
 
 
 def _series(part: Any) -> Any:

@@ -15,6 +15,7 @@ from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
+from diffrate.data import naming
 from diffrate.errors import DiffRateError
 
 CLASSES = (
@@ -62,11 +63,11 @@ def load_scenes(data_dir: str | Path, split: str, stride: int = 16, labelled: bo
         raise DiffRateError(f"there are no images in {root / split}")
     images, labels = [], []
     for path in files:
-        image = np.asarray(Image.open(path).convert("RGB"))
+        image = np.array(_read(path).convert("RGB"))
         label = np.full(image.shape[:2], VOID, np.uint8)
         if labelled:
             label = _labels(path, root / f"{split}annot" / f"{path.stem}.png", label.shape)
-        images.append(torch.from_numpy(image.copy()).permute(2, 0, 1))
+        images.append(torch.from_numpy(image).permute(2, 0, 1))
         labels.append(torch.from_numpy(label.copy()))
     if len({image.shape for image in images}) > 1:
         raise DiffRateError(f"the images in {root / split} are not all of one size")
@@ -78,7 +79,13 @@ def load_scenes(data_dir: str | Path, split: str, stride: int = 16, labelled: bo
 def _labels(path: Path, annotation: Path, shape: tuple[int, ...]) -> np.ndarray:
     if not annotation.is_file():
         raise DiffRateError(f"{path} has no labels: {annotation} does not exist")
-    label = np.asarray(Image.open(annotation))
+    label = np.asarray(_read(annotation))
     if label.shape != shape or label.max() > VOID:
         raise DiffRateError(f"{annotation} does not label {path} with {len(CLASSES)} classes and void")
     return label
+
+
+def _read(path: Path) -> Image.Image:
+    with naming(lambda: path), Image.open(path) as opened:
+        opened.load()
+        return opened

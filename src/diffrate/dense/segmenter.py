@@ -136,7 +136,11 @@ def _load_backbone(backbone: nn.Module, name: str, checkpoint: Path) -> None:
     family = sys.modules[type(backbone).__module__]
     try:
         keys = load_checkpoint(
-            backbone, str(checkpoint), strict=False, filter_fn=getattr(family, "checkpoint_filter_fn", None)
+            backbone,
+            str(checkpoint),
+            strict=False,
+            filter_fn=getattr(family, "checkpoint_filter_fn", None),
+            weights_only=True,
         )
     except Exception as error:  # a corrupt file raises whatever its format's parser raises
         raise DiffRateError(

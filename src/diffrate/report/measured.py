@@ -23,6 +23,7 @@ from diffrate.compressed import CompressedModel, compress
 from diffrate.contenders import Contender, contend
 from diffrate.costs.macs import gmacs
 from diffrate.devices import autocast
+from diffrate.digest import is_whole, signed
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Evaluation
 from diffrate.methods import METHODS, build
@@ -115,7 +116,7 @@ def save(
 ) -> None:
     """Keep what was measured, with the schedules it is about."""
     about = {"version": VERSION, "schedules": _identities(schedules), "asked": json.loads(json.dumps(asked))}
-    write_results(folder / MEASURED, command, {**results, **about}, device)
+    write_results(folder / MEASURED, command, signed({**results, **about}), device)
 
 
 def is_measured(run: Run, asked: Mapping[str, Any] | None = None) -> bool:
@@ -123,6 +124,8 @@ def is_measured(run: Run, asked: Mapping[str, Any] | None = None) -> bool:
     results = run.measured.get("results")
     if not isinstance(results, dict) or results.get("version") != VERSION:
         return False
+    if not is_whole(results):
+        raise DiffRateError(f"{run.folder / MEASURED} is damaged: delete it, and measure again")
     if results.get("schedules") != _identities(run.schedules):
         return False
     return asked is None or results.get("asked") == json.loads(json.dumps(asked))

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from diffrate.costs.base import METRICS
+from diffrate.digest import KEY, is_whole, signed
 from diffrate.errors import DiffRateError
 from diffrate.run_folder import RunFolder
 from diffrate.searching.budget import Budget
@@ -38,6 +39,12 @@ class SearchFolder(RunFolder):
     def load_state(self, kind: type[T]) -> T:
         """The saved state of a search that is resumed, otherwise a new one."""
         values = (self.read("state.json") or {}) if self.resume else {}
+        if values and not is_whole(values):
+            raise DiffRateError(
+                f"the state of the search in {self.path} is damaged, or of another version: "
+                "start again in another folder"
+            )
+        values.pop(KEY, None)
         try:
             return kind(**values)
         except TypeError as error:
@@ -48,7 +55,7 @@ class SearchFolder(RunFolder):
         return self.path is not None and time.monotonic() - self.saved > SAVE_SECONDS
 
     def save_state(self, state: dict[str, Any]) -> None:
-        self.write("state.json", state)
+        self.write("state.json", signed(state))
         self.saved = time.monotonic()
 
     def finish(self, result: SearchResult, made: dict[str, Any]) -> None:

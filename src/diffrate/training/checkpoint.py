@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +14,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from diffrate.digest import KEY, digest
 from diffrate.errors import DiffRateError
+from diffrate.models import what_does_not_fit
+from diffrate.schedule import write_bytes
 
 
 @dataclass
@@ -65,13 +67,7 @@ def like(present: Tensor, value: Tensor) -> Tensor:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(save(dict(tensors), metadata))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_bytes(path, save(dict(tensors), metadata))
 
 
 def gather_state(
@@ -93,7 +89,8 @@ def gather_state(
 
 def save_state(path: Path, state: tuple[dict[str, Tensor], dict[str, Any]], progress: Progress) -> None:
     tensors, plain = state
-    write_tensors(path, tensors, {"progress": json.dumps(asdict(progress)), "optimizer": json.dumps(plain)})
+    texts = {"progress": json.dumps(asdict(progress)), "optimizer": json.dumps(plain)}
+    write_tensors(path, tensors, {**texts, KEY: _digest(tensors, texts)})
 
 
 def load_state(
@@ -104,10 +101,13 @@ def load_state(
         tensors = load_file(path)
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
-        progress = Progress(**json.loads(metadata["progress"]))
-        plain = json.loads(metadata["optimizer"])
+        texts = {name: metadata[name] for name in ("progress", "optimizer")}
+        if metadata.get(KEY) != _digest(tensors, texts):
+            raise ValueError("its content does not have the digest that it was written with")
+        progress = Progress(**json.loads(texts["progress"]))
+        plain = json.loads(texts["optimizer"])
     except Exception as error:  # a damaged file raises whatever its parser raises
-        raise DiffRateError(f"{path} is not a state to resume from: {error}") from error
+        raise DiffRateError(f"{path} is not a state to resume from: {what_does_not_fit(error)}") from error
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
@@ -117,6 +117,19 @@ def load_state(
         load_weights(average, parts["average"])
     _load_optimizer(optimizer, parts.get("optimizer", {}), plain)
     return progress
+
+
+def _digest(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
+    """Of all that a state holds, tensors by their bytes."""
+    parts: list[Any] = [part for name in sorted(texts) for part in (name, texts[name])]
+    for name in sorted(tensors):
+        value = tensors[name]
+        # Half precisions have no numpy type; every number is a row of bytes.
+        parts += [
+            f"{name} {value.dtype} {list(value.shape)}",
+            value.reshape(-1).view(torch.uint8).numpy().data,
+        ]
+    return digest(*parts)
 
 
 def _load_optimizer(

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
+
+LARGEST = 1e9  # of any number: more is a slip of the finger, and infinity is none
 
 
 def _field(default: Any, text: str) -> Any:
@@ -49,6 +51,15 @@ class Recipe:
     seed: int = _field(0, "Seed of order, mixing and augmentation.")
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not abs(value) <= LARGEST:
+                raise DiffRateError(f"{name} must be a number of at most {LARGEST:.0e}, not {shown(value)}")
+        if not 0 <= self.rand_augment <= 30 or self.color_jitter < 0 or not self.warmup_epochs >= 0:
+            raise DiffRateError(
+                "rand_augment is from 0 to 30, and color_jitter and warmup_epochs are not negative"
+            )
+        if not 0 <= self.seed < 2**31:
+            raise DiffRateError(f"seed must be from 0 to {2**31 - 1}, not {shown(self.seed)}")
         for name in ("epochs", "batch_size", "accumulate", "lr", "layer_decay", "repeats", "temperature"):
             if getattr(self, name) <= 0:
                 raise DiffRateError(f"{name} must be above 0, not {getattr(self, name)}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diffrate.errors import DiffRateError, shown
+from diffrate.schedule import check_is_file
 
 # The paper's table "Gemmini Search Space"; memories in KB. The bus is Gemmini's DMA, from memory to scratchpad.
 PARAMETERS: dict[str, tuple[int, ...]] = {
@@ -93,6 +94,7 @@ class Design:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Design:
         """A design from a JSON file: the parameters themselves, or what a co-search wrote, under "design"."""
+        check_is_file(Path(path))
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
