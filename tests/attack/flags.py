@@ -36,7 +36,8 @@ from report.runs import SCRIPT, plain_run, tiny_model
 SECONDS, MEMORY = 40, 12 << 30
 VALUES = (
     "", "x", "-1", "0", "0.5", "nan", "inf", "1e308", "-1e308", "1000000000", "9" * 30, SCRIPT, "x" * 5000, "a,b",
-    "1,2,3", "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G", "0%", "nanms", "../x\x01",
+    "1,2,3", "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G", "0%", "nanms",
+    "../x\x01",
 )  # fmt: skip
 # Where a huge number asks for no more than a long run, which may still be under way when time is up.
 LONG = {"--epochs", "--steps", "--repeats", "--images", "--rounds", "--hardware-steps", "--max-minutes", "--explore",
