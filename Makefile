@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint docs
+.PHONY: setup demo test lint docs attack
 
 setup: $(STAMP)
 
@@ -26,3 +26,6 @@ docs: setup  # build/site/index.html opens from disk; `make test` builds it too,
 
 test: lint
 	$(BIN)/python -m pytest
+
+attack: setup  # damaged files and images, kills and wrong flags in full: about half an hour
+	PYTHONPATH=tests $(BIN)/python -m attack results/attacks_cpu.json

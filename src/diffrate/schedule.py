@@ -178,8 +178,9 @@ class Schedule:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
         path = Path(path)
-        check_is_file(path)
         try:
+            if path.is_fifo():  # which would be waited for without end
+                raise ScheduleError(f"{path} is not a file")
             with path.open("rb") as file:
                 text = file.read(LONGEST_FILE + 1)
             if len(text) > LONGEST_FILE:

@@ -1,0 +1,61 @@
+"""All attacks in full: `make attack`, or PYTHONPATH=tests python -m attack OUTPUT.json [--files N] […]."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attack import files, flags, images, kill
+from conftest import random_vit
+from diffrate.results import write_results
+
+
+def main() -> None:
+    """Run what has a number above 0, and write the counts after each part."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--files", type=int, default=150, help="of each kind")
+    parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--kills", type=int, default=25, help="of each job")
+    parser.add_argument("--values", type=int, default=2, help="for each flag")
+    parser.add_argument("--every", type=int, default=1, help="of the flags' attacks only every so many")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+
+    def keep(part: str, counts: dict[str, Any]) -> None:
+        found[part] = {**counts, "seconds": round(time.monotonic() - started, 1)}
+        print(part, json.dumps(found[part]), flush=True)
+        write_results(asked.output, shlex.join(["python", "-m", "attack", *sys.argv[1:]]), found)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        started = time.monotonic()
+        if asked.images:
+            keep(
+                "images, by two readers",
+                images.attack(folder / "images", random_vit(), asked.images).to_dict(),
+            )
+        if asked.files:
+            targets = files.Targets(folder / "files")
+            for kind in targets.uses:
+                started = time.monotonic()
+                keep(f"files: {kind}", targets.attack(kind, asked.files).to_dict())
+        for job in kill.JOBS if asked.kills else ():
+            started = time.monotonic()
+            keep(f"kills: {job}", kill.attack(job, folder / job, asked.kills))
+        if asked.values:
+            started = time.monotonic()
+            keep("flags", flags.attack(folder / "flags", asked.values, every=asked.every).to_dict())
+
+
+if __name__ == "__main__":
+    main()
