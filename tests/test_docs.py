@@ -152,6 +152,9 @@ def tiny_world(tmp_path: Path, checkpoint: Path, image_folder: Path, monkeypatch
         (tmp_path / name).symlink_to(image_folder)
     for name in ("tiny.json", "runs/tiny/schedule.json", "runs/mine/schedule.json"):
         diffrate.Schedule((17, 14, 10, 3), (17, 12, 8, 3)).save(tmp_path / name)
+    tuned = tmp_path / "runs" / "deit_small" / "weights.safetensors"
+    tuned.parent.mkdir(parents=True)
+    tuned.write_bytes(checkpoint.read_bytes())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
