@@ -118,7 +118,7 @@ class ImageFiles(Dataset[Any]):
 
 def check_regular(path: str | Path) -> None:
     """A named pipe in a folder of images would be waited for without end."""
-    if os.path.exists(path) and not os.path.isfile(path):
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError("not a file")
 
 
