@@ -107,6 +107,8 @@ class Inputs:
             "demo": ["--output", "new", "--images", "1"],
             "segment train": ["--model", "vit_tiny_patch16_224", "--data-dir", f"{at}/scenes", "--output", "new",
                               "--epochs", "1", *cpu],
+            "segment search": ["--from", f"{at}/run", "--data-dir", f"{at}/scenes", "--budget", "60%",
+                               "--output", "new", "--steps", "1", *cpu],
             "segment eval": ["--from", f"{at}/run", "--data-dir", f"{at}/scenes", *cpu],
         }[" ".join(words)]  # fmt: skip
 
