@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from diffrate import graphs
 from diffrate.backbones import Backbone, Layout, backbone_of
-from diffrate.compressed import CompressedModel, checked_operator, compress, run_block, run_block_for_prefix
+from diffrate.blocks import run_block, run_block_for_prefix
+from diffrate.compressed import CompressedModel, checked_operator, compress
 from diffrate.costs.macs import MacCost
 from diffrate.costs.table import BlockTimes, Fit, LatencyTable, Series, TableCost
 from diffrate.devices import device_name, now

@@ -75,9 +75,22 @@ def load_batches(
 def load_items(
     dataset: SeededItems, keys: Iterable[list[tuple[int, int]]], workers: int
 ) -> Iterator[list[Item]]:
-    """The same, each batch as the list of its items, readable or not."""
-    loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=list)
-    return iter(loader)
+    """The same, each batch as the list of its items, readable or not.
+
+    Items may be kept for long: each has memory of its own. What a worker sends is shared memory, of which each tensor
+    holds a file open, so that it sends the images of a batch as one.
+    """
+    loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=_packed)
+    for images, labels, reasons in loader:
+        each = iter(images)
+        yield [
+            (None if reason else next(each).clone(), label, reason)
+            for label, reason in zip(labels, reasons, strict=True)
+        ]
+
+
+def _packed(items: list[Item]) -> tuple[Tensor, list[int], list[str]]:
+    return collate(items).images, [label for _, label, _ in items], [reason for _, _, reason in items]
 
 
 def collate(items: list[Item]) -> Batch:

@@ -76,6 +76,18 @@ def test_both_paths_give_the_same_logits(model, images, calls, changes, path, fe
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize(("count", "sums"), [(3, 5), (5, 3)])
+def test_few_images_run_also_what_removes_nothing_in_fewer_kernels(model, count, sums, monkeypatch):
+    added, add_norm = [], ops.add_norm
+    monkeypatch.setattr(ops, "add_norm", lambda *given: added.append(1) or add_norm(*given))
+    fast, images = diffrate.compress(model, SCHEDULE), torch.randn(count, 3, 32, 32, device=DEVICE)
+    with torch.no_grad():
+        ours = fast(images)
+    # Sum and norm at once: twice in a block that removes nothing, the first only for few; once where tokens go.
+    assert len(added) == sums
+    torch.testing.assert_close(ours, plain(fast, images), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_precision(model, images, dtype):
     fast = diffrate.compress(model.to(dtype), SCHEDULE)

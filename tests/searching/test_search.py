@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -322,6 +323,17 @@ def test_views_are_seen_again_and_read_once():
     fresh = SearchImages(Counted(), Counted(), 0.2, seed=1, views=2)
     for ours, resumed in zip(batches[13:], fresh.batches(13, 20, 8, 0), strict=True):
         assert torch.equal(ours.images, resumed.images)
+
+
+def test_kept_views_hold_no_files_open():
+    """A worker sends shared memory, a file for each tensor; systems allow 1,024 of them, and a search keeps 4,000."""
+    images = SearchImages(Counted(), Counted(), 0.2, seed=1, views=4)
+    before = len(os.listdir("/proc/self/fd"))
+    batches = images.batches(0, 18, 8, workers=1)
+    for _ in range(17):
+        next(batches)
+    assert len(images.kept) == 4 * 32
+    assert len(os.listdir("/proc/self/fd")) < before + 40  # the worker's own
 
 
 def test_what_does_not_fit_into_memory_is_read_again(monkeypatch):

@@ -154,12 +154,16 @@ class Backbone(ABC):
     def norms(self, i: int) -> tuple[nn.LayerNorm, nn.LayerNorm] | None:
         """The layer norms that attention and MLP of block i begin with, where what comes before may compute them.
 
-        Then open_attention_of and mlp_update say how the halves go on from there.
+        Then open_attention_of, attention_update and mlp_update say how the halves go on from there.
         """
         return None
 
     def open_attention_of(self, i: int, normed: Tensor) -> Attention:
         """open_attention, where `normed` is what the first of norms(i) makes of x."""
+        raise NotImplementedError(f"{type(self).__name__} has no norms")
+
+    def attention_update(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
+        """What close_attention adds to x."""
         raise NotImplementedError(f"{type(self).__name__} has no norms")
 
     def mlp_update(self, i: int, normed: Tensor) -> Tensor:

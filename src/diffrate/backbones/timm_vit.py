@@ -136,6 +136,9 @@ class TimmViT(Backbone):
         return Attention(q.to(v.dtype), k.to(v.dtype), v, attn.scale, dropout)
 
     def close_attention(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
+        return x + self.attention_update(i, x, mixed)
+
+    def attention_update(self, i: int, x: Tensor, mixed: Tensor) -> Tensor:
         block = self.model.blocks[i]
         attn = block.attn
         y = mixed.transpose(1, 2).flatten(2)  # (B, N, heads * d)
@@ -144,9 +147,8 @@ class TimmViT(Backbone):
         if getattr(attn, "gate", None) is not None:
             y = y * attn.gate(block.norm1(x) if type(block) is Block else x).sigmoid()
         y = attn.proj_drop(attn.proj(y))
-        if type(block) is Block:
-            return x + block.drop_path1(block.ls1(y))
-        return x + block.drop_path1(block.norm1(y))
+        update: Tensor = block.drop_path1(block.ls1(y) if type(block) is Block else block.norm1(y))
+        return update
 
     def mlp_update(self, i: int, normed: Tensor) -> Tensor:
         block = self.model.blocks[i]

@@ -35,6 +35,7 @@ from diffrate.tokens import Tokens
 PATHS = ("auto", "plain")
 MOST_TOKENS = 1024  # ranks come from comparing each token with each other one
 FEW_HEADS = 64  # images x heads up to which attention runs as a kernel of our own
+FEW_IMAGES = 4
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = False  # tests: run the kernels on the CPU, in Triton's interpreter
 
@@ -131,6 +132,11 @@ def few(q: Tensor) -> bool:
     if torch.compiler.is_compiling():  # a compiled batch size other than 1 may stand for any
         return q.shape[0] == 1
     return q.shape[0] * q.shape[1] <= FEW_HEADS
+
+
+def lean(tokens: Tokens) -> bool:
+    """Whether so few images come that a block is worth running in fewer kernels than the model's own has."""
+    return not torch.compiler.is_compiling() and len(tokens.x) <= FEW_IMAGES and not _learns(tokens.x)
 
 
 def rank(logits: Tensor, prefix: int, operator: Operator) -> Ranked:

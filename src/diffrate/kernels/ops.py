@@ -89,7 +89,9 @@ def attend(
     mixed, logits = _attend_outputs(q, k, v, size, scale, row)
     if b:
         rows = 16 if d <= 64 else 32
-        keys = min(256, _power_of_two(n))  # mostly all of them at once
+        keys = min(
+            256 if q.element_size() == 2 else 64, _power_of_two(n)
+        )  # in 16 bits mostly all of them at once
         kernels().attend_kernel[(_tiles(n, rows), b * heads)](
             q, k, v, _or(size, q), mixed, logits,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from diffrate.backbones import backbone_of
 from diffrate.backbones.base import Attention
-from diffrate.compressed import CompressedModel, finish_block
+from diffrate.blocks import finish_block
+from diffrate.compressed import CompressedModel
 from diffrate.costs.macs import MacCost
 from diffrate.mixing import mix
 from diffrate.operator import Operator

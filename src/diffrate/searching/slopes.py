@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffrate.backbones import Backbone
-from diffrate.compressed import attend_and_rank, reduce_and_finish
+from diffrate.blocks import attend_and_rank, reduce_and_finish
 from diffrate.operator import Operator
 from diffrate.reduction import restore
 from diffrate.tokens import Tokens, rows, stacked
