@@ -73,18 +73,18 @@ def load_batches(
 
 
 def load_items(
-    dataset: SeededItems, keys: Iterable[list[tuple[int, int]]], workers: int
+    dataset: SeededItems, keys: Iterable[list[tuple[int, int]]], workers: int, device: torch.device
 ) -> Iterator[list[Item]]:
-    """The same, each batch as the list of its items, readable or not.
+    """The same, each batch as the list of its items, readable or not, on a device where they may stay.
 
-    Items may be kept for long: each has memory of its own. What a worker sends is shared memory, of which each tensor
-    holds a file open, so that it sends the images of a batch as one.
+    What a worker sends is shared memory, of which each tensor holds a file open: it sends the images of a batch as one,
+    and they are copied out of it.
     """
     loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=_packed)
     for images, labels, reasons in loader:
-        each = iter(images)
+        each = iter(images.to(device, copy=True))
         yield [
-            (None if reason else next(each).clone(), label, reason)
+            (None if reason else next(each), label, reason)
             for label, reason in zip(labels, reasons, strict=True)
         ]
 

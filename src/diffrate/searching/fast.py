@@ -92,14 +92,20 @@ def schedule_of(counts: list[int], space: Space, operator: Operator) -> Schedule
 
 
 def best_start(
-    space: Space, budget: Budget | float, operator: Operator, held_out: HeldOut, last: Schedule | None
+    space: Space,
+    budget: Budget | float,
+    operator: Operator,
+    held_out: HeldOut,
+    start: Schedule | None,
+    last: Schedule | None,
 ) -> Tensor:
-    """Where to begin: at the answer for the budget before, or at the best of a few simple schedules."""
-    if last is not None:
-        return project(space.searched(last), budget, space, space.freely())
-    candidates = held_out.subject.starts(space, budget) or [
-        project(space.most, budget, space, space.freely())
-    ]
+    """Where to begin: at `start`, if one is given; else the best of a few simple schedules and the `last` answer."""
+    if last is None and start is not None:
+        return project(space.searched(start), budget, space, space.freely())
+    candidates = held_out.subject.starts(space, budget)
+    if last is not None or not candidates:
+        counts = space.most if last is None else space.searched(last)
+        candidates = [project(counts, budget, space, space.freely()), *candidates]
     if len(candidates) == 1:
         return candidates[0]
 

@@ -2,7 +2,7 @@
 
 Every image of every step is drawn and augmented from its own seed, so that a resumed run sees what an undisturbed one
 would have seen, and two processes together see what one would. A search on few images passes over them many times: of
-each it may see a few augmented views again and again, which stay in memory.
+each it may see a few augmented views again and again, which stay in memory, on the device that looks at them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class SearchImages:
         held_out: float,
         seed: int,
         views: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         count = len(augmented)  # type: ignore[arg-type]
         if count < FEWEST:
@@ -45,7 +46,7 @@ class SearchImages:
         held = min(max(1, round(held_out * count)), count - 1)
         self.seed, self.count, self.views = seed, count, views
         self.kept: dict[tuple[int, int], Item] = {}
-        self.room = MEMORY
+        self.room, self.device = MEMORY, device or torch.device("cpu")
         self.held_out, self.training = sorted(order[:held]), sorted(order[held:])
         self.augmented, self.plain = SeededItems(augmented), SeededItems(plain)
 
@@ -78,7 +79,7 @@ class SearchImages:
         for step in steps:
             missing.append([key for key in step if key not in planned])
             planned.update(missing[-1][: max(0, fits - len(planned))])
-        loaded = load_items(self.augmented, [keys for keys in missing if keys], workers)
+        loaded = load_items(self.augmented, [keys for keys in missing if keys], workers, self.device)
         for step, keys in zip(steps, missing, strict=True):
             read = dict(zip(keys, next(loaded), strict=True)) if keys else {}
             for key, item in read.items():

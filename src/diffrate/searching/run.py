@@ -36,7 +36,7 @@ RECIPES = ("fast", "paper")
 VIEWS = 4  # augmented views of an image that the fast recipe looks at: a dozen counts learn no image by heart
 # (steps, images a step): what converges, and on a CPU what ends in minutes.
 DEFAULTS = {
-    ("fast", "cuda"): (120, 125),
+    ("fast", "cuda"): (120, 500),
     ("fast", "cpu"): (60, 40),
     ("paper", "cuda"): (400, 250),
     ("paper", "cpu"): (60, 32),
@@ -123,7 +123,8 @@ def search(
         defaults[1] if batch_size is None else batch_size, held_out, checks, patience, seed,
     )  # fmt: skip
     augmented, plain = data if isinstance(data, tuple) else (data, data)
-    images = SearchImages(augmented, plain, held_out, seed, views=VIEWS if recipe == "fast" else None)
+    views = VIEWS if recipe == "fast" else None
+    images = SearchImages(augmented, plain, held_out, seed, views, accelerator.device)
     if settings.batch_size < accelerator.num_processes:
         raise DiffRateError(f"{accelerator.num_processes} processes need a batch of at least as many images")
     config = {
@@ -145,7 +146,7 @@ def search(
                 return paper.PaperRecipe(*common, reduce, mix, {**LAMBDAS, **(lambdas or {})})
             chosen = settings.operator if last is None else last.operator
             where = best_places(space, budget, chosen, held)
-            first = fast.best_start(where, budget, chosen, held, last or start)
+            first = fast.best_start(where, budget, chosen, held, start, last)
             if last is None and operator is None:
                 chosen = fast.best_operator(where, budget, chosen, held, first)
             return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce)
