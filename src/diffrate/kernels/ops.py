@@ -225,6 +225,7 @@ def _reduce(
                 HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None, WHOLE=whole,
                 MAPPED=places is not None,
                 BLOCK_T=rows, BLOCK_J=_power_of_two(joining), BLOCK_C=_power_of_two(c) if whole else 128,
+                BLOCK_K=_power_of_two(similarity.shape[1], least=16 if b < MANY else 4),
                 num_warps=8 if whole or joining > 64 else 4, num_stages=2,
             )  # fmt: skip
 

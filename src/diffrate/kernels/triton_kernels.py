@@ -231,7 +231,7 @@ def assemble_kernel(
     DESTINATION, SHARE,
     N, C, prefix, keep, J, TILES, MATCH_TILES, log_stride, eps,
     HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
-    MAPPED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
+    MAPPED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
 
@@ -247,14 +247,16 @@ def assemble_kernel(
     if JOINS:
         j = tl.arange(0, BLOCK_J)
         j_row = tl.load(ORDER + b * N + keep + j, mask=j < J, other=0)
-        similarity = tl.full([BLOCK_J], -2.0, tl.float32)  # below every cosine
-        target = tl.full([BLOCK_J], -1, tl.int32)
-        for k in range(MATCH_TILES):
-            where = (b * MATCH_TILES + k) * J + j
-            another = tl.load(SIMILARITY + where, mask=j < J, other=-2.0)
-            better = another > similarity  # on a tie the earlier tile, so the earlier target
-            target = tl.where(better, tl.load(TARGET + where, mask=j < J, other=-1), target)
-            similarity = tl.where(better, another, similarity)
+        k = tl.arange(0, BLOCK_K)[:, None]  # all tiles at once: one after the other, each load is waited for
+        where = (b * MATCH_TILES + k) * J + j[None, :]
+        found = (k < MATCH_TILES) & (j[None, :] < J)
+        each = tl.load(SIMILARITY + where, mask=found, other=-2.0)  # below every cosine
+        each = tl.where(each > -2.0, each, -2.0)  # and what is no number
+        place = tl.load(TARGET + where, mask=found, other=0)
+        similarity = tl.max(each, 0)
+        place = tl.where((each == similarity[None, :]) & (each > -2.0), place, N)
+        target = tl.min(place, 0)  # on a tie the earlier one
+        target = tl.where(target < N, target, -1)
         joins = j < J
         pairs = joins[None, :] & (target[None, :] == t[:, None])  # (BLOCK_T, BLOCK_J)
         if HAS_SIZE:
