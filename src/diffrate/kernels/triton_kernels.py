@@ -248,11 +248,11 @@ def assemble_kernel(
         j = tl.arange(0, BLOCK_J)
         j_row = tl.load(ORDER + b * N + keep + j, mask=j < J, other=0)
         k = tl.arange(0, BLOCK_K)[:, None]  # all tiles at once: one after the other, each load is waited for
-        where = (b * MATCH_TILES + k) * J + j[None, :]
+        match = (b * MATCH_TILES + k) * J + j[None, :]
         found = (k < MATCH_TILES) & (j[None, :] < J)
-        each = tl.load(SIMILARITY + where, mask=found, other=-2.0)  # below every cosine
+        each = tl.load(SIMILARITY + match, mask=found, other=-2.0)  # below every cosine
         each = tl.where(each > -2.0, each, -2.0)  # and what is no number
-        place = tl.load(TARGET + where, mask=found, other=0)
+        place = tl.load(TARGET + match, mask=found, other=0)
         similarity = tl.max(each, 0)
         place = tl.where((each == similarity[None, :]) & (each > -2.0), place, N)
         target = tl.min(place, 0)  # on a tie the earlier one
