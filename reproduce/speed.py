@@ -83,6 +83,7 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="start nothing new after this")
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--no-profile", action="store_true", help="do not look where the time goes")
     parser.add_argument(
         "--batch", type=int, help="in place of every batch size above 1, to try the script out"
     )
@@ -128,7 +129,8 @@ def main() -> None:
                 if time.monotonic() > deadline:
                     print(f"no time left for the rest of {name}", flush=True)
                     break
-            if case.batch > 1 and case.kernels == "auto" and time.monotonic() < deadline:
+            profiled = case.batch > 1 and case.kernels == "auto" and not arguments.no_profile
+            if profiled and time.monotonic() < deadline:
                 results["profiles"] += profiles(case, dtype, device, arguments)
                 save()
     print()
@@ -214,6 +216,11 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                 ):
                     name = f"{operator.operation}/{operator.choice}/{operator.mean}"
                     errors[name] = reduction_error(x, logits, importance, size, operator, tolerance)
+                norm = torch.nn.LayerNorm(c, device=device, dtype=dtype)
+                total, normed = ops.add_norm(x, x.flip(0), norm.weight.data, norm.bias.data, norm.eps)
+                assert torch.equal(total, x + x.flip(0)), "sum"
+                errors["norm of a sum"] = error(normed, norm(total).double())
+                assert errors["norm of a sum"] < 4 * tolerance, errors
                 shown = "  ".join(f"{key} {value:.1e}" for key, value in errors.items())
                 yield f"ok {str(dtype)[6:]} {(b, heads, n, d, c)} sizes={size is not None}: {shown}"
     kernels.INTERPRETED = False
