@@ -68,7 +68,7 @@ def table(record: dict[str, Any], name: str) -> str:
         lines.append(
             f"| {row['model']} | {row['gmacs']:.1f} | {row['dtype']} | {row['batch_size']} | {row['mode']} "
             f"| {row['images_per_second']:,.0f} | {ceiling['images_per_second']:,.0f} "
-            f"| {row['of_oracle']:.2f} | {row['of_uncompressed']:.2f} |"
+            f"| {row['of_oracle']:.3f} | {row['of_uncompressed']:.2f} |"
         )
     origin = f"`{record['command']}`, {record['device']}, torch {record['torch']}, commit {str(record['commit'])[:10]}"
     return "\n".join([*lines, "", f"{origin} (`results/{name}`)", ""])

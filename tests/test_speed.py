@@ -1,6 +1,7 @@
 """Speed rows: what is timed is what it says, and every ratio follows from the times."""
 
 import functools
+import gc
 import json
 
 import pytest
@@ -158,3 +159,10 @@ def test_bench_mistakes(diffrate_cli, bench_flags, flags, sentence, tmp_path, mo
 def test_an_accuracy_of_no_row_is_refused_before_anything_is_timed(diffrate_cli, bench_flags, monkeypatch):
     monkeypatch.setattr(speed, "_measure", functools.partial(pytest.fail, "timed"))
     check_refused(diffrate_cli(*bench_flags, "--accuracy", "nothing=80"), "there is no row nothing")
+
+
+def test_nothing_is_collected_while_a_call_is_timed():
+    enabled = []
+    speed.in_turns({"a": lambda: enabled.append(gc.isenabled())}, 2, torch.device("cpu"))
+    assert not any(enabled)
+    assert gc.isenabled()

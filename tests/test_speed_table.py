@@ -25,7 +25,7 @@ def test_a_table_has_one_line_a_schedule(speed_table):
     ]  # fmt: skip
     record = {"command": "c", "device": "d", "torch": "t", "commit": "0" * 40, "results": {"rows": rows}}
     lines = speed_table["table"](record, "speed_x.json").splitlines()
-    assert lines[2] == "| m | 2.0 | float16 | 8 | eager | 1,900 | 2,000 | 0.95 | 1.90 |"
+    assert lines[2] == "| m | 2.0 | float16 | 8 | eager | 1,900 | 2,000 | 0.950 | 1.90 |"
     assert sum("| m |" in line for line in lines) == 1
     assert "results/speed_x.json" in lines[-1]
 

@@ -7,9 +7,11 @@ counts that keeps the first tokens, whatever they are, so that it pays for no ra
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,13 +169,27 @@ def in_turns(
     """Seconds a call of each of `runs`, one after the other and over again, so that a busy machine slows them alike."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     calls: dict[str, int] = {}
-    for name, run in runs.items():
-        once = min(_seconds(run, 1, device) for _ in range(WARM_UP))
-        calls[name] = max(1, math.ceil(LEAST_SECONDS / once))
-    for _ in range(repeats):
+    with _uncollected():
         for name, run in runs.items():
-            samples[name].append(_seconds(run, calls[name], device) / calls[name])
+            once = min(_seconds(run, 1, device) for _ in range(WARM_UP))
+            calls[name] = max(1, math.ceil(LEAST_SECONDS / once))
+        for _ in range(repeats):
+            for name, run in runs.items():
+                samples[name].append(_seconds(run, calls[name], device) / calls[name])
     return samples
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected within: that takes milliseconds of a process that has compiled models, now and then."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _seconds(run: Callable[[], Any], calls: int, device: torch.device) -> float:
