@@ -133,6 +133,10 @@ ScheduleText = Annotated[
     str | None,
     typer.Option("--schedule", help="A schedule file, or published:GMACS.", rich_help_panel=SCHEDULE),
 ]
+Trained = Annotated[
+    Path | None,
+    typer.Option(help="A folder that `diffrate finetune` wrote.", rich_help_panel=SCHEDULE),
+]
 Importance = Annotated[
     str | None, typer.Option(help=f"What ranks tokens: {', '.join(IMPORTANCES)}.", rich_help_panel=SCHEDULE)
 ]
