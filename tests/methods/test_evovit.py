@@ -58,6 +58,8 @@ def slow_tokens(model: Any, image: Tensor, slow: int, first: int) -> Tensor:
 @pytest.mark.parametrize("prefix", [1, 3])
 def test_tokens_and_logits_of_the_rule_token_by_token(prefix: int) -> None:
     model = random_vit(depth=6, reg_tokens=prefix - 1)
+    for part in model.blocks:
+        part.attn.qkv.weight.data *= 3  # attention so sharp that tokens change sides from block to block
     images = torch.randn(2, 3, 32, 32)
     fast = EvoViT(model, 20)
     assert fast.first == 2

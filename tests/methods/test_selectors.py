@@ -26,7 +26,7 @@ def made(kind: type[SelectingModel], model: torch.nn.Module, keep_rate: float) -
     fast = kind(model, keep_rate)
     torch.manual_seed(1)
     for parameter in fast.selectors.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
+        torch.nn.init.normal_(parameter, std=0.8 if kind is SPViT else 0.5)  # no two scores alike
     return fast.eval()
 
 
@@ -111,7 +111,7 @@ def test_logits_of_the_rule_token_by_token(kind: type[SelectingModel], pool: str
     keep = [38, 23, 13]  # floor of 64 x 0.6, 0.36 and 0.216
     expected = slow_logits(fast, images, (1, 2, 3), keep)
     with torch.no_grad():
-        torch.testing.assert_close(fast(images), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(fast(images), expected, rtol=1e-4, atol=1e-4)
         assert (fast(images) - model(images)).abs().max() > 0.01
     adds = 1 if kind is SPViT else 0
     assert fast.kept == (prefix + 64, *(prefix + n + adds for n in keep))
@@ -136,7 +136,7 @@ def test_masks_of_what_inference_drops_give_its_logits(
     monkeypatch.setattr(fast, "draw", best)
     with torch.no_grad():
         trial = fast.train()(images)
-    torch.testing.assert_close(trial.logits, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(trial.logits, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(trial.shares[0] * 64, torch.tensor([38.0, 23.0, 13.0]))
     assert trial.tokens.shape == (3, 64, 32)
 
