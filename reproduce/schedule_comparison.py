@@ -136,7 +136,7 @@ def batches(
 
 def losses(model: nn.Module, schedules: list[diffrate.Schedule], images: Tensor, labels: Tensor) -> Tensor:
     """(S, B) negative log-likelihoods: all schedules in one pass where many_schedules.py knows them, else in turns."""
-    together = fits(model, schedules)
+    together = images.is_cuda and fits(model, schedules)  # a CPU waits for arithmetic alone
     parts = []
     for some, their in zip(images.split(512), labels.split(512), strict=True):
         if together:

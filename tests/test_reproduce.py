@@ -59,6 +59,7 @@ def test_every_experiment_saves_its_rows(
     monkeypatch.setattr(load("number_of_images"), "COUNTS", (16, 4000))
     names = [
         "off_the_shelf",
+        "improvements",
         "sorting_metric",
         "operation_order",
         "transfer",
@@ -73,7 +74,7 @@ def test_every_experiment_saves_its_rows(
     for table in saved.values():
         assert table["paper"]
         for row in table["rows"]:
-            assert "gmacs" in row or "left_out" in row or "better" in row
+            assert "gmacs" in row or "left_out" in row or "better" in row or "lowest_loss" in row
             if "gmacs" in row:
                 assert row["gmacs"] == pytest.approx(small.budgets[0], rel=0.01)
                 assert row["points_interval"][0] <= row["points"] <= row["points_interval"][1]

@@ -41,6 +41,9 @@ def compress(
     choice: str | None = None,
     floor: float | None = None,
     image_share: float | None = None,
+    pruned_mass: bool | None = None,
+    size_aware: bool | None = None,
+    keep_norm: bool | None = None,
     seed: int | None = None,
 ) -> CompressedModel:
     """A drop-in faster model: same call, same outputs, weights shared with `model`, which is left as it is.
@@ -62,6 +65,9 @@ def compress(
         choice=choice,
         floor=floor,
         image_share=image_share,
+        pruned_mass=pruned_mass,
+        size_aware=size_aware,
+        keep_norm=keep_norm,
         seed=seed,
     )
     if backbone.library == "transformers":

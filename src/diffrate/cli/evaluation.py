@@ -55,6 +55,9 @@ def eval_command(
     choice: o.Choice = None,
     floor: o.Floor = None,
     image_share: o.ImageShare = None,
+    pruned_mass: o.PrunedMass = None,
+    size_aware: o.SizeAware = None,
+    keep_norm: o.KeepNorm = None,
     seed: o.Seed = None,
     device: o.Device = None,
     amp: o.Amp = False,
@@ -73,7 +76,10 @@ def eval_command(
         raise DiffRateError("a --trained model brings its own schedule or method: leave --schedule out")
     if compare and schedule is None and trained is None:
         raise DiffRateError("--compare compares with the uncompressed model, so it needs a --schedule")
-    removal = (importance, operation, proportional, merge_mean, choice, floor, image_share, seed)
+    removal = (
+        importance, operation, proportional, merge_mean, choice, floor, image_share, pruned_mass, size_aware,
+        keep_norm, seed,
+    )  # fmt: skip
     if schedule is None and any(value is not None for value in removal):
         raise DiffRateError("how tokens are removed matters only with a --schedule")
     where = resolve_device(device)
@@ -93,6 +99,9 @@ def eval_command(
             choice=choice,
             floor=floor,
             image_share=image_share,
+            pruned_mass=pruned_mass,
+            size_aware=size_aware,
+            keep_norm=keep_norm,
             seed=seed,
         )
     )

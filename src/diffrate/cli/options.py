@@ -172,6 +172,30 @@ ImageShare = Annotated[
         rich_help_panel=SCHEDULE,
     ),
 ]
+PrunedMass = Annotated[
+    bool | None,
+    typer.Option(
+        "--pruned-mass/--no-pruned-mass",
+        help="Leave the size of pruned tokens to the most similar one.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
+SizeAware = Annotated[
+    bool | None,
+    typer.Option(
+        "--size-aware/--no-size-aware",
+        help="Merge into tokens that are no smaller.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
+KeepNorm = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-norm/--no-keep-norm",
+        help="A merged token keeps its longest member's norm.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Seed of the random importance.", rich_help_panel=SCHEDULE)]
 
 Device = Annotated[
