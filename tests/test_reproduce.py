@@ -209,12 +209,16 @@ def test_runs_with_training_are_compared_with_those_without(
     arguments = argparse.Namespace(
         data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=None, search_steps=1,
         images=512, test_images=50, workers=0, minutes=0.1, device="cpu", json=tmp_path / "rows.json",
+        methods="dynamicvit,evo-vit,evit",
     )  # fmt: skip
     module.run(arguments)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]
-    names = ["uncompressed, fine-tuned", "fine-tuned", "fine-tuned", "from scratch", "from scratch"]
+    rivals = ["dynamicvit, fine-tuned", "evo-vit, fine-tuned", "evit, fine-tuned"]
+    names = ["uncompressed, fine-tuned", "fine-tuned", "fine-tuned", *rivals, "from scratch", "from scratch"]
     assert [row["name"] for row in saved["runs"]] == names
-    assert saved["runs"][3]["of_epochs"] == saved["recipes"]["from scratch"]["epochs"] >= 1
+    for row in saved["runs"][3:6]:
+        assert row["gmacs"] == pytest.approx(0.7 * saved["gmacs"], rel=0.1)
+    assert saved["runs"][6]["of_epochs"] == saved["recipes"]["from scratch"]["epochs"] >= 1
     (budget,) = saved["budgets"].values()
     tuned = [row["test_accuracy"] for row in saved["runs"][1:3]]
     assert budget["fine-tuned"]["mean"] == pytest.approx(sum(tuned) / 2)

@@ -3,8 +3,8 @@ Sparsification", 2021).
 
 Before a quarter, half and three quarters of the depth (blocks 4, 7 and 10 of 12) a small predictor looks at each image
 token and at the mean of those that are left, and says with what probability it stays. How it is trained and what is
-dropped: selection.py. The paper trains the backbone at a hundredth of the predictors' learning rate, as `finetune`
-does; it also freezes the backbone in the first five epochs, which is not done here.
+dropped: selection.py. As in the paper, predictors learn faster than the backbone (at 1e-3, whatever `finetune` gives
+the latter); the paper also freezes the backbone in the first five epochs, which is not done here.
 """
 
 from __future__ import annotations

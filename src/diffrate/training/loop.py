@@ -49,7 +49,7 @@ from diffrate.training.report import Bar
 
 BEST, LAST, STATE = "weights.safetensors", "last.safetensors", "state.safetensors"
 METHOD = "method"  # in config.json: the name and settings of the method that a run was under, in place of a schedule
-NEW_PARTS_RATE = 100  # times the learning rate of the model's own weights, as DynamicViT has it
+NEW_PARTS_LR = 1e-3  # peak learning rate of what a method adds to a model, as DynamicViT's predictors have it
 LOG_STEPS = 50  # between two entries of a tracker
 
 
@@ -370,7 +370,7 @@ def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.devic
     except (ValueError, AssertionError, AttributeError) as error:
         raise DiffRateError(f"timm cannot make the optimiser {recipe.opt}: {first_line(error)}") from error
     if model is not whole:
-        _add_new_parts(optimizer, model)
+        _add_new_parts(optimizer, model, recipe)
     scheduler, _ = create_scheduler_v2(
         optimizer,
         num_epochs=recipe.epochs,
@@ -384,12 +384,12 @@ def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.devic
     return optimizer, scheduler
 
 
-def _add_new_parts(optimizer: Any, model: nn.Module) -> None:
+def _add_new_parts(optimizer: Any, model: nn.Module, recipe: Recipe) -> None:
     """What a method adds to a model starts from nothing, so it learns faster than the tuned weights."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     new = [p for p in model.parameters() if id(p) not in known and p.requires_grad]
     if new:
-        optimizer.add_param_group({"params": new, "lr_scale": NEW_PARTS_RATE})
+        optimizer.add_param_group({"params": new, "lr_scale": max(1.0, NEW_PARTS_LR / recipe.lr)})
 
 
 def _set_checkpointing(model: nn.Module, on: bool) -> None:
