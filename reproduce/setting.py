@@ -53,6 +53,7 @@ class Setting:
     workers: int
     json: Path | None
     deadline: float = float("inf")
+    started: float = field(default_factory=time.monotonic)
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     _whole: Evaluation | None = None
     _searched: dict[tuple[Any, ...], tuple[diffrate.Schedule, float]] = field(default_factory=dict)
@@ -71,6 +72,10 @@ class Setting:
     def evaluated(self, model: nn.Module) -> Evaluation:
         self.check_time()
         return evaluate(model, self.val, self.device, amp=self.device.type == "cuda", progress=False)
+
+    def seconds(self) -> float:
+        """Since the start, the reading of images left out."""
+        return time.monotonic() - self.started
 
     def check_time(self) -> None:
         if time.monotonic() > self.deadline:
@@ -164,6 +169,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     flags.add_argument("--checkpoint", type=Path, help="weights of the model")
     flags.add_argument("--pretrained", action="store_true", help="download timm's weights")
     flags.add_argument("--data-dir", type=Path, help="folder with search/ (or train/) and val/")
+    flags.add_argument(
+        "--val-dir", type=Path, help="folder of the images to measure on, where it is not in --data-dir"
+    )
     flags.add_argument("--search-split", default="search", help="folder of the images to search on")
     flags.add_argument("--val-split", default="val", help="folder of the images to measure on")
     flags.add_argument(
@@ -194,7 +202,9 @@ def setting(arguments: argparse.Namespace) -> Setting:
             raise DiffRateError("give --data-dir, a folder with search/ and val/ images")
         model = load_model(arguments.model, arguments.checkpoint, arguments.pretrained)
         val = _folder_batches(model, arguments)
-        search_data = search_datasets(model, arguments.data_dir, split=arguments.search_split)
+        searched = arguments.search_split
+        inside = arguments.val_dir is None or (arguments.data_dir / searched).is_dir()
+        search_data = search_datasets(model, arguments.data_dir, split=searched if inside else None)
     model.to(accelerator.device).eval()
     val = [(images.to(accelerator.device), labels.to(accelerator.device)) for images, labels in val]
     budgets = [b.leading for b in parse_budgets(arguments.budgets, {"gmacs": diffrate.gmacs(model)})]
@@ -233,9 +243,10 @@ def _embedded_batches(count: int | None) -> list[tuple[Tensor, Tensor]]:
 
 
 def _folder_batches(model: nn.Module, arguments: argparse.Namespace) -> list[tuple[Tensor, Tensor]]:
+    alone = arguments.val_dir is not None
     loader = build_loader(
-        model, arguments.data_dir, split=arguments.val_split, batch_size=BATCH, workers=arguments.workers,
-        crop_pct=arguments.crop_pct,
+        model, arguments.val_dir if alone else arguments.data_dir, split=None if alone else arguments.val_split,
+        batch_size=BATCH, workers=arguments.workers, crop_pct=arguments.crop_pct,
     )  # fmt: skip
     batches = [(images, labels) for images, labels in loader]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))

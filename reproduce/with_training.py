@@ -4,6 +4,9 @@ The embedded ViT under schedules that were searched for 50 % and 35 % of its MAC
 and trained from scratch under the same schedule, three seeds each, with the uncompressed model tuned alike as a
 control. Epochs are chosen on 3,000 training images that are kept apart; accuracies are of the 10,000 test images.
 
+Beside it other methods at the same MACs, tuned by the same recipe and their own losses, one seed each: DynamicViT and
+SPViT with their trained selectors, Evo-ViT, EViT and ToMe (`--methods`).
+
 The data lie on the device whole, and `--workers` runs share one GPU. Fine-tuning takes `--tune-epochs`; how long that
 took says how many epochs of training from scratch fit into `--minutes`, and every such run gets that many (or
 `--epochs`), with its cosine over all of them. Rows are saved as runs end. On an H200, about 6 minutes:
@@ -43,6 +46,7 @@ from diffrate.devices import resolve_device
 from diffrate.embedded import ImageDataset
 from diffrate.embedded.build import training_sets
 from diffrate.errors import DiffRateError
+from diffrate.methods import to_train
 from diffrate.results import check_target, write_results
 from diffrate.training import EMBEDDED, Recipe, accuracy, finetune, train
 
@@ -57,6 +61,7 @@ PAPER = {
     },
 }  # fmt: skip
 TUNED, SCRATCH, CONTROL = "fine-tuned", "from scratch", "uncompressed, fine-tuned"
+RIVALS = ("dynamicvit", "spvit", "evo-vit", "evit", "tome")
 LONGEST = 50  # epochs: what the embedded model itself was trained for
 DROP_PATH = 0.05
 # The embedded model's own recipe, from a learning rate at which it changes little by little.
@@ -69,6 +74,8 @@ class Job:
 
     kind: str
     budget: str
+    method: str | None  # and how many GMACs it may cost; or a schedule
+    gmacs: float
     schedule: dict[str, Any] | None
     seed: int
     recipe: Recipe
@@ -100,16 +107,18 @@ def run_job(job: Job) -> dict[str, Any]:
         "max_minutes": (job.deadline - time.time()) / 60,
         "progress": False,
     }
+    tested = diffrate.compress(model, schedule)  # without a schedule, nothing is removed
+    if job.method is not None:
+        tested = to_train(job.method, model, job.gmacs)
+        if tested.objective.needs_teacher:
+            recipe = replace(recipe, distillation=0.0)  # it distils by its own weights
     with tempfile.TemporaryDirectory() as folder:
         if job.kind == SCRATCH:
-            compressed = diffrate.compress(model, schedule)
-            trained = train(compressed, training, validation, folder, recipe, **options)
+            trained = train(tested, training, validation, folder, recipe, **options)
         else:
-            whole = diffrate.compress(model).schedule  # removes nothing
-            trained = finetune(model, schedule or whole, training, validation, folder, recipe, **options)
-    tested = diffrate.compress(model, schedule)
+            trained = finetune(model, tested, training, validation, folder, recipe, **options)
     return {
-        "name": job.kind, "budget": job.budget, "gmacs": diffrate.gmacs(model, schedule), "seed": job.seed,
+        "name": job.kind, "budget": job.budget, "gmacs": diffrate.gmacs(tested), "seed": job.seed,
         "epochs": len(trained.history), "of_epochs": recipe.epochs, "best_epoch": trained.epoch,
         "validation_accuracy": trained.accuracy, "test_accuracy": accuracy(tested, test),
         "seconds": trained.seconds, "images_per_second": len(training) * len(trained.history) / trained.seconds,
@@ -159,13 +168,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             flush=True,
         )
 
-    def job(kind: str, budget: str, seed: int, recipe: Recipe) -> Job:
-        schedule = schedules[budget].to_dict() if budget in schedules else None
+    def job(kind: str, budget: str, seed: int, recipe: Recipe, method: str | None = None) -> Job:
+        schedule = schedules[budget].to_dict() if budget in schedules and method is None else None
+        gmacs = diffrate.gmacs(model, schedules.get(budget))
         recipe = replace(recipe, precision=precision)
         sizes = (arguments.images, arguments.test_images)
         return Job(
-            kind, budget, schedule, seed, recipe, str(arguments.data_dir), *sizes, str(device), deadline
-        )
+            kind, budget, method, gmacs, schedule, seed, recipe, str(arguments.data_dir), *sizes, str(device),
+            deadline,
+        )  # fmt: skip
 
     def collect(jobs: list[Job], pool: ProcessPoolExecutor | None) -> None:
         for row in finished(jobs, pool):
@@ -190,6 +201,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             + [job(TUNED, budget, s, tune) for s in seeds for budget in schedules],
             pool,
         )
+        rivals = [
+            job(f"{method}, {TUNED}", budget, 0, tune, method)
+            for method in arguments.methods.split(",")
+            for budget in schedules
+            if method and _reaches(method, model, schedules[budget], results)
+        ]
+        collect(rivals, pool)
+        if arguments.epochs == 0:
+            return results
         epochs = arguments.epochs or _fitting(
             results["runs"], deadline, len(schedules) * len(seeds), arguments.workers
         )
@@ -200,6 +220,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
     return results
+
+
+def _reaches(
+    method: str, model: torch.nn.Module, schedule: diffrate.Schedule, results: dict[str, Any]
+) -> bool:
+    """Whether a method can be had at a schedule's cost; if not, the results say why."""
+    try:
+        to_train(method, model, diffrate.gmacs(model, schedule))
+    except DiffRateError as error:
+        results.setdefault("left_out", []).append(str(error))
+        return False
+    return True
 
 
 def _fitting(rows: list[dict[str, Any]], deadline: float, runs: int, workers: int) -> int:
@@ -229,8 +261,9 @@ def main() -> None:
     flags.add_argument("--seeds", type=int, default=3)
     flags.add_argument("--tune-epochs", type=int, default=TUNE.epochs)
     flags.add_argument("--tune-lr", type=float, default=TUNE.lr)
+    flags.add_argument("--methods", default=",".join(RIVALS), help="others to tune, with commas")
     flags.add_argument(
-        "--epochs", type=int, help="of training from scratch; what fits into the time without it"
+        "--epochs", type=int, help="of training from scratch, 0: none; what fits into the time without it"
     )
     flags.add_argument("--search-steps", type=int, help="steps of the search")
     flags.add_argument("--images", type=int, help="training images; all without it")

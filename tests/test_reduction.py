@@ -323,3 +323,56 @@ def test_gradients_go_back_to_the_tokens_that_stayed_or_joined(prune, merge):
             torch.testing.assert_close(x.grad[b, token], expected)
     if out.size is not None:
         assert not out.size.requires_grad
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_the_mass_of_pruned_tokens_goes_to_the_most_similar_one(sized: bool) -> None:
+    torch.manual_seed(0)
+    x, importance = torch.randn(3, 12, 4), torch.rand(3, 10)
+    tokens = Tokens(x, 2, 1 + 3 * torch.rand(3, 12) if sized else None)
+    pruned = reduce_tokens(tokens, importance, 6, 6, Operator(pruned_mass=True))
+    torch.testing.assert_close(pruned.x, reduce_tokens(tokens, importance, 6, 6, Operator()).x)
+    for b in range(3):
+        order = slow_rank(importance[b], 2)
+        sizes = {j: tokens.sizes()[b, j].item() for j in order}
+        for j in order[6:]:
+            near = {k: cosine(x[b, j], x[b, k]) for k in order[2:6]}
+            nearest = max(near, key=lambda k: near[k])
+            sizes[nearest] += tokens.sizes()[b, j].item() * near[nearest]
+        expected = [max(1.0, sizes[j]) for j in order[:6]]
+        assert pruned.sizes()[b].tolist() == pytest.approx(expected, rel=1e-4)
+    both = reduce_tokens(tokens, importance, 6, 4, Operator(pruned_mass=True))  # then merged: masses go along
+    plain = reduce_tokens(tokens, importance, 6, 4, Operator())
+    torch.testing.assert_close(both.x, plain.x)
+    assert bool((both.sizes().sum(dim=1) > plain.sizes().sum(dim=1)).all())
+
+
+def test_a_token_joins_one_that_is_no_smaller() -> None:
+    # one prefix token; two targets, of which the nearer is smaller than the joiner
+    x = torch.tensor([[[9.0, 9.0], [1.0, 0.0], [0.6, 0.8], [1.0, 0.1]]])
+    tokens = Tokens(x, 1, torch.tensor([[1.0, 2.0, 5.0, 3.0]]))
+    plain, _ = merge_last(tokens, None, 3)
+    aware, _ = merge_last(tokens, None, 3, size_aware=True)
+    near, far = cosine(x[0, 3], x[0, 1]), cosine(x[0, 3], x[0, 2])
+    assert plain.sizes()[0].tolist() == pytest.approx([1, 2 + 3 * near, 5])
+    assert aware.sizes()[0].tolist() == pytest.approx([1, 2, 5 + 3 * far])
+    large = Tokens(x, 1, torch.tensor([[1.0, 2.0, 5.0, 7.0]]))  # none is as large: the nearest
+    assert merge_last(large, None, 3, size_aware=True)[0].sizes()[0].tolist() == pytest.approx(
+        [1, 2 + 7 * near, 5]
+    )
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_merged_token_is_as_long_as_its_longest_member(mean: str) -> None:
+    torch.manual_seed(0)
+    tokens, importance = start(torch.randn(2, 9, 4), 1, track=True), torch.rand(2, 8)
+    plain, long = (
+        reduce_tokens(tokens, importance, 9, 4, Operator(operation="merge", mean=mean, keep_norm=on))
+        for on in (False, True)
+    )
+    for b in range(2):
+        for t in range(1, 4):
+            members = [p for p in range(8) if long.patches[b, p] == t]
+            longest = max(tokens.x[b, 1 + p].norm().item() for p in members)
+            assert long.x[b, t].norm().item() == pytest.approx(longest, rel=1e-5)
+            assert cosine(long.x[b, t], plain.x[b, t]) == pytest.approx(1, abs=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ def test_every_experiment_saves_its_rows(
     monkeypatch.setattr(load("number_of_images"), "COUNTS", (16, 4000))
     names = [
         "off_the_shelf",
+        "improvements",
         "sorting_metric",
         "operation_order",
         "transfer",
@@ -72,7 +74,7 @@ def test_every_experiment_saves_its_rows(
     for table in saved.values():
         assert table["paper"]
         for row in table["rows"]:
-            assert "gmacs" in row or "left_out" in row or "better" in row
+            assert "gmacs" in row or "left_out" in row or "better" in row or "lowest_loss" in row
             if "gmacs" in row:
                 assert row["gmacs"] == pytest.approx(small.budgets[0], rel=0.01)
                 assert row["points_interval"][0] <= row["points"] <= row["points_interval"][1]
@@ -110,6 +112,7 @@ def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.Monke
     losses = [loss(schedule) for schedule in schedules]
     monkeypatch.setattr(module, "FIRST", {"cpu": 8})
     monkeypatch.setattr(module, "SURELY", float("inf"))  # nobody is out early
+    monkeypatch.setattr(module, "HALVES", False)
     full = module.race(model, reference, schedules, images, labels)
     assert full.entered == [15, 15, 15, 15]
     assert full.images == [8, 16, 32, 40]
@@ -119,7 +122,48 @@ def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "SURELY", 1.0)
     short = module.race(model, reference, schedules, images, labels)
     assert short.entered[-1] < 15
-    assert short.better <= full.better
+    assert short.better <= full.better <= short.better + short.missed + 1
+    monkeypatch.setattr(module, "SURELY", float("inf"))
+    monkeypatch.setattr(module, "HALVES", True)
+    halved = module.race(model, reference, schedules, images, labels)
+    assert halved.entered[:2] == [15, 8]
+    assert full.better <= halved.better + halved.missed + 1
+
+
+def test_who_goes_on_in_the_race(load) -> None:
+    module: ModuleType = load("schedule_comparison")
+    means = [-0.2, -0.1, 0.01, 0.05, 0.06, 0.9]
+    n, deviation = 101, 2.0  # a standard error of 0.2
+    sums = torch.tensor([[m * n, (deviation**2 + m * m) * n] for m in means], dtype=torch.float64)
+    going, missed = module.survivors([5, 4, 3, 2, 1, 0], sums, n)
+    assert going == [2, 1, 0]  # the last is surely worse; two more are worse, and not of the better half
+    chances = [0.5 * math.erfc(m / 0.2 / math.sqrt(2)) for m in (0.05, 0.06, 0.9)]
+    assert missed == pytest.approx(sum(chances), rel=1e-6)
+    going, _ = module.survivors([0, 1, 2], torch.tensor([[-1.0, 2.0], [-2.0, 5.0], [-3.0, 9.0]]).double(), n)
+    assert going == [0, 1, 2]  # who is ahead of the reference is never halved away
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.0])
+def test_many_schedules_in_one_pass_have_the_logits_of_each_alone(load, floor: float) -> None:
+    module: ModuleType = load("many_schedules")
+    model = random_vit(depth=5, reg_tokens=1)
+    images, whole = torch.randn(3, 3, 32, 32), diffrate.gmacs(model)
+    operator = diffrate.Operator(operation="merge", mean="attention", choice="cost", floor=floor)
+    schedules = [
+        schedule
+        for share in (0.8, 0.5)
+        for schedule in random_schedules(model, share * whole, range(4), operator, last_is_free=True)
+    ]
+    assert len({schedule.merge for schedule in schedules}) == 8
+    assert module.fits(model, schedules)
+    together = module.many_logits(model, schedules, images)
+    with torch.no_grad():
+        alone = torch.stack([diffrate.compress(model, schedule)(images) for schedule in schedules])
+    torch.testing.assert_close(together, alone, rtol=0, atol=2e-5)
+    differences = [(a - b).abs().max() for i, a in enumerate(alone) for b in alone[:i]]
+    assert min(differences) > 4e-4
+    paper = random_schedules(model, 0.8 * whole, [0])  # prunes too, which this forward does not know
+    assert not module.fits(model, paper)
 
 
 @pytest.mark.slow
@@ -165,12 +209,16 @@ def test_runs_with_training_are_compared_with_those_without(
     arguments = argparse.Namespace(
         data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=None, search_steps=1,
         images=512, test_images=50, workers=0, minutes=0.1, device="cpu", json=tmp_path / "rows.json",
+        methods="dynamicvit,evo-vit,evit",
     )  # fmt: skip
     module.run(arguments)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]
-    names = ["uncompressed, fine-tuned", "fine-tuned", "fine-tuned", "from scratch", "from scratch"]
+    rivals = ["dynamicvit, fine-tuned", "evo-vit, fine-tuned", "evit, fine-tuned"]
+    names = ["uncompressed, fine-tuned", "fine-tuned", "fine-tuned", *rivals, "from scratch", "from scratch"]
     assert [row["name"] for row in saved["runs"]] == names
-    assert saved["runs"][3]["of_epochs"] == saved["recipes"]["from scratch"]["epochs"] >= 1
+    for row in saved["runs"][3:6]:
+        assert row["gmacs"] == pytest.approx(0.7 * saved["gmacs"], rel=0.1)
+    assert saved["runs"][6]["of_epochs"] == saved["recipes"]["from scratch"]["epochs"] >= 1
     (budget,) = saved["budgets"].values()
     tuned = [row["test_accuracy"] for row in saved["runs"][1:3]]
     assert budget["fine-tuned"]["mean"] == pytest.approx(sum(tuned) / 2)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffrate.compressed import compress
+from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate_in_turn
@@ -81,6 +81,7 @@ def compare(
     budgets: str | Sequence[float] = (),
     schedules: Mapping[str, Schedule] | None = None,
     *,
+    trained: Mapping[str, CompressedModel] | None = None,
     search_data: Any = None,
     device: str | torch.device = "cpu",
     amp: bool = False,
@@ -88,31 +89,34 @@ def compare(
     seed: int = 0,
     progress: bool = True,
 ) -> Compared:
-    """Evaluate methods at budgets, and schedules at their own cost, beside the uncompressed model.
+    """Evaluate methods at budgets, and schedules and trained models at their own cost, beside the uncompressed model.
 
     loader     batches of images and labels; it is read more than once where methods measure their own cost.
     methods    names from `diffrate methods`; each row is compared with the first one.
     budgets    GMACs, or text such as "0.8G,60%"; without any, the costs of the schedules.
     schedules  further rows: a name and a schedule each. They come before the methods of the budget that they meet.
+    trained    the same with models that have weights of their own, such as methods.trained.read_trained returns.
     """
     whole = gmacs(model)
-    given = dict(schedules or {})
-    wanted = _budgets(budgets, whole, [gmacs(model, schedule) for schedule in given.values()])
+    given = {name: compress(model, schedule) for name, schedule in (schedules or {}).items()}
+    given |= trained or {}
+    wanted = _budgets(budgets, whole, [gmacs(each) for each in given.values()])
     for name in methods:
         if name not in METHODS:
             raise DiffRateError(f"there is no method {name!r}: `diffrate methods` lists {', '.join(METHODS)}")
-    if len(set(methods)) < len(methods) or set(methods) & set(given):
+    together = len(schedules or {}) + len(trained or {})
+    if len(set(methods)) < len(methods) or set(methods) & set(given) or len(given) < together:
         raise DiffRateError("give each method and schedule once")
     model.to(torch.device(device))
     images = _first_images(loader, torch.device(device)) if "ats" in methods else None
     built: dict[tuple[str, float], nn.Module] = {}
     left_out: list[str] = []
-    for name, schedule in given.items():
-        cost = gmacs(model, schedule)
+    for name, each in given.items():
+        cost = gmacs(each)
         nearest = min(wanted, key=lambda budget: abs(budget - cost))
         if abs(cost - nearest) > TOLERANCE * nearest:
-            raise DiffRateError(f"the schedule {name} costs {cost:.4g} GMACs, which is none of the budgets")
-        built[name, nearest] = compress(model, schedule)
+            raise DiffRateError(f"{name} costs {cost:.4g} GMACs, which is none of the budgets")
+        built[name, nearest] = each
     for budget in wanted:
         for name in methods:
             try:

@@ -38,6 +38,9 @@ def compress(
     choice: str | None = None,
     floor: float | None = None,
     image_share: float | None = None,
+    pruned_mass: bool | None = None,
+    size_aware: bool | None = None,
+    keep_norm: bool | None = None,
     seed: int | None = None,
 ) -> CompressedModel:
     """A drop-in faster model: same call, same outputs, weights shared with `model`, which is left as it is.
@@ -59,6 +62,9 @@ def compress(
         choice=choice,
         floor=floor,
         image_share=image_share,
+        pruned_mass=pruned_mass,
+        size_aware=size_aware,
+        keep_norm=keep_norm,
         seed=seed,
     )
     if backbone.library == "transformers":
@@ -211,6 +217,20 @@ class CompressedModel(nn.Module, HubModel):
         """Tokens that each block hands to its MLP, at the model's own input size."""
         return self.schedule.effective.merge
 
+    @property
+    def attended(self) -> tuple[int, ...]:
+        """Tokens in each block's attention: what the block before handed on."""
+        return (self.backbone.layout.tokens, *self.kept[:-1])
+
+    @property
+    def added_gmacs(self) -> float:
+        """GMACs of parts that the original does not have."""
+        return 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """What makes this model of the original, as a results file should have it."""
+        return {"schedule": self.schedule.to_dict(), "operator": dict(vars(self.operator))}
+
     def forward_tokens(self, images: Tensor, patches: bool = False) -> Tokens:
         """The tokens after the last norm, with their sizes and, on request, the map from patch to token."""
         tokens, _ = self._walk(images, track=patches)
@@ -306,7 +326,8 @@ def _to_original_keys(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 
 
 def _to_inner_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """load_state_dict hook: the inverse of _to_original_keys."""
+    """load_state_dict hook: the inverse of _to_original_keys; parts that a method adds keep their names."""
     inner = prefix + "original."
-    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+    own = tuple(f"{prefix}{name}." for name, _ in module.named_children())
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(own)]:
         state[inner + key.removeprefix(prefix)] = state.pop(key)

@@ -13,6 +13,7 @@ SHARED = ("auto", "class-attention")  # of which image tokens may have a share
 OPERATIONS = ("prune-merge", "merge-prune", "prune", "merge")
 MEANS = ("plain", "size", "attention")
 CHOICES = ("rank", "cost")
+EXTRAS = ("pruned_mass", "size_aware", "keep_norm")  # options that kernels and masks do not know
 _ALLOWED = {"importance": IMPORTANCES, "operation": OPERATIONS, "mean": MEANS, "choice": CHOICES}
 
 
@@ -36,6 +37,11 @@ class Operator:
     image_share   for class attention: the share of the importance that comes from image tokens, what the others
                   receive from a few of them spread evenly over the sequence; what the class token ignores may still
                   serve its neighbours.
+    pruned_mass   whether the size of a pruned token, times its similarity, goes to the most similar image token that
+                  stays, as that of a merged one does; its features are dropped all the same.
+    size_aware    whether a token joins the most similar of those that are no smaller than itself (after ATM), where
+                  there are any.
+    keep_norm     whether a merged token keeps the largest norm among its members (after ToFu).
     seed          for the random importance.
     """
 
@@ -46,6 +52,9 @@ class Operator:
     choice: str = "rank"
     floor: float = 0.0
     image_share: float = 0.0
+    pruned_mass: bool = False
+    size_aware: bool = False
+    keep_norm: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,8 +64,9 @@ class Operator:
                 raise DiffRateError(f"{field} must be one of {', '.join(allowed)}, not {shown(value)}")
         if self.operation == "merge-prune" and self.choice == "cost":
             raise DiffRateError("choice cost merges after pruning: it does not go with operation merge-prune")
-        if not isinstance(self.proportional, bool):
-            raise DiffRateError(f"proportional must be true or false, not {shown(self.proportional)}")
+        for field in ("proportional", *EXTRAS):
+            if not isinstance(getattr(self, field), bool):
+                raise DiffRateError(f"{field} must be true or false, not {shown(getattr(self, field))}")
         for field, most in (("floor", 1000), ("image_share", 1)):
             value = getattr(self, field)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -66,6 +76,10 @@ class Operator:
             raise DiffRateError(f"image_share goes with class attention, not with {self.importance}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {shown(self.seed)}")
+
+    @property
+    def has_extras(self) -> bool:
+        return any(getattr(self, name) for name in EXTRAS)
 
     def changed(self, **changes: Any) -> Operator:
         """A copy with every change that is not None; another importance than class attention leaves no image share."""

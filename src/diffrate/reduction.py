@@ -37,8 +37,8 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
             order = rank(importance, prefix)
         with step("merge"):
             if operator.operation == "merge-prune":
-                return _merge_then_prune(tokens, weight, order, prune, merge)
-            tokens, weight = keep_first(tokens, weight, order, prune)
+                return _merge_then_prune(tokens, weight, order, prune, merge, operator)
+            tokens, weight = keep_first(tokens, weight, order, prune, operator.pruned_mass)
             importance = importance.gather(1, order[:, prefix:prune] - prefix)
     if by_cost:
         with step("ranking"):
@@ -47,15 +47,17 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
         with step("merge"):
             tokens, weight = keep_first(tokens, weight, order, prune)
     with step("merge"):
-        return merge_last(tokens, weight, merge)[0]
+        return merge_last(tokens, weight, merge, operator.size_aware, operator.keep_norm)[0]
 
 
-def _merge_then_prune(tokens: Tokens, weight: Tensor | None, order: Tensor, prune: int, merge: int) -> Tokens:
+def _merge_then_prune(
+    tokens: Tokens, weight: Tensor | None, order: Tensor, prune: int, merge: int, operator: Operator
+) -> Tokens:
     merged = tokens.count - (prune - merge)
     tokens, weight = keep_first(tokens, weight, order, tokens.count)
-    tokens, weight = merge_last(tokens, weight, merged)
+    tokens, weight = merge_last(tokens, weight, merged, operator.size_aware, operator.keep_norm)
     in_order = torch.arange(merged, device=order.device).expand(order.shape[0], -1)
-    return keep_first(tokens, weight, in_order, merge)[0]
+    return keep_first(tokens, weight, in_order, merge, operator.pruned_mass)[0]
 
 
 def rank(importance: Tensor, prefix: int) -> Tensor:
@@ -76,16 +78,19 @@ def merge_weight(tokens: Tokens, importance: Tensor, mean: str) -> Tensor | None
 
 
 def keep_first(
-    tokens: Tokens, weight: Tensor | None, order: Tensor, keep: int
+    tokens: Tokens, weight: Tensor | None, order: Tensor, keep: int, mass: bool = False
 ) -> tuple[Tokens, Tensor | None]:
-    """Prune: keep the first `keep` tokens of `order`, in that order."""
+    """Prune: keep the first `keep` tokens of `order`, in that order; with `mass` they take over the others' sizes."""
     chosen = order[:, :keep]
+    size = None if tokens.size is None else tokens.size.gather(1, chosen)
+    if mass and tokens.prefix < keep < tokens.count:
+        size = size_with_mass(tokens, order, keep)
     patches = tokens.patches
     if patches is not None:
         patches = move_patches(patches, pruned_destinations(tokens, order, keep))
     kept = replace(
         tokens.with_features(take(tokens.x, chosen)),
-        size=None if tokens.size is None else tokens.size.gather(1, chosen),
+        size=size,
         patches=patches,
         positions=None if tokens.positions is None else tokens.positions.taken(chosen),
         log_size=None,
@@ -93,7 +98,17 @@ def keep_first(
     return kept, None if weight is None else weight.gather(1, chosen)
 
 
-def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens, Tensor | None]:
+def size_with_mass(tokens: Tokens, order: Tensor, keep: int) -> Tensor:
+    """(B, keep) sizes of the first tokens of `order` when the others leave theirs to the most similar of them."""
+    prefix, x = tokens.prefix, tokens.x.detach()
+    sizes = tokens.sizes().gather(1, order)
+    similarity, target = most_similar(take(x, order[:, keep:]), take(x, order[:, prefix:keep]))
+    return added_at(sizes[:, :keep], target + prefix, sizes[:, keep:] * similarity).clamp_min(1.0)
+
+
+def merge_last(
+    tokens: Tokens, weight: Tensor | None, keep: int, size_aware: bool = False, keep_norm: bool = False
+) -> tuple[Tokens, Tensor | None]:
     """Merge: each token from position `keep` on joins the most cosine-similar image token before it.
 
     Without any image token to join, the last tokens are dropped.
@@ -105,8 +120,12 @@ def merge_last(tokens: Tokens, weight: Tensor | None, keep: int) -> tuple[Tokens
         order = torch.arange(n, device=tokens.x.device).expand(tokens.x.shape[0], -1)
         return keep_first(tokens, weight, order, keep)
     with torch.no_grad():
-        similarity, target = most_similar(tokens.x[:, keep:], tokens.x[:, prefix:keep])
-    return join(tokens, weight, keep, similarity, target + prefix)
+        near = cosine(tokens.x[:, keep:], tokens.x[:, prefix:keep])
+        if size_aware and tokens.size is not None:
+            larger = tokens.size[:, None, prefix:keep] >= tokens.size[:, keep:, None]
+            near = near.masked_fill(~larger & larger.any(dim=2, keepdim=True), float("-inf"))
+        similarity, target = near.max(dim=-1)
+    return join(tokens, weight, keep, similarity, target + prefix, keep_norm)
 
 
 def merging_loss(x: Tensor, importance: Tensor, floor: float) -> Tensor:
@@ -125,11 +144,17 @@ def merging_loss(x: Tensor, importance: Tensor, floor: float) -> Tensor:
 
 
 def join(
-    tokens: Tokens, weight: Tensor | None, keep: int, similarity: Tensor, target: Tensor
+    tokens: Tokens,
+    weight: Tensor | None,
+    keep: int,
+    similarity: Tensor,
+    target: Tensor,
+    keep_norm: bool = False,
 ) -> tuple[Tokens, Tensor | None]:
     """Each token from position `keep` on joins its `target` position (B, n - keep).
 
-    A target becomes the (weighted) mean of itself and what joined it; its size grows by size x similarity of each
+    A target becomes the (weighted) mean of itself and what joined it, with `keep_norm` as long as the longest of them,
+    which a mean would shrink; its size grows by size x similarity of each
     joiner, and never falls below 1, so that its logarithm stays finite.
     """
     x, sizes = tokens.x, tokens.sizes()
@@ -140,6 +165,11 @@ def join(
     share = (w[:, :keep] / total).unsqueeze(-1).to(x.dtype)
     given = (w[:, keep:] / total.gather(1, target)).unsqueeze(-1).to(x.dtype)
     merged = added_at(x[:, :keep] * share, target, x[:, keep:] * given)
+    if keep_norm:
+        norms = x.detach().float().norm(dim=-1)
+        longest = norms[:, :keep].scatter_reduce(1, target, norms[:, keep:], "amax")
+        shrunk = merged.detach().float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        merged = (merged * (longest / shrunk).unsqueeze(-1)).to(x.dtype)
 
     patches, positions = tokens.patches, tokens.positions
     stay = torch.arange(keep, device=x.device).expand(x.shape[0], -1)

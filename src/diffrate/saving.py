@@ -54,7 +54,7 @@ def save(
     """
     if not isinstance(compressed, CompressedModel):
         raise DiffRateError(f"save takes what diffrate.compress returns, not a {type(compressed).__name__}")
-    if type(compressed)._run_block is not CompressedModel._run_block:
+    if "schedule" not in compressed.settings():
         raise DiffRateError("only models under a schedule can be saved, and this one has a rule of its own")
     recipe = recipe_of(compressed.original, model, model_kwargs)
     state = {

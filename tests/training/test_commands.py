@@ -1,6 +1,7 @@
 """`diffrate finetune` and `diffrate train` on a folder of images, and what they refuse."""
 
 import json
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import diffrate
 from conftest import TINY, TINY_FLAGS, Ran, check_refused, random_vit, write_image
 from diffrate import DiffRateError, Schedule
 from diffrate.data import training_datasets
@@ -117,3 +119,67 @@ def test_from_scratch_there_is_no_teacher(folder: Path, diffrate_cli: Callable[.
         diffrate_cli(*flags(folder, "train", "--distillation", 0.5)), "distillation needs a teacher"
     )
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["dynamicvit", "spvit", "evo-vit", "tome"])
+def test_methods_are_tuned_evaluated_and_compared(
+    folder: Path, diffrate_cli: Callable[..., Ran], method: str
+) -> None:
+    start = ["--checkpoint", folder / "weights.safetensors"]
+    data = ["--data-dir", folder, "--split", "val", "--device", "cpu", "--workers", 0]
+    run = [*TINY_FLAGS, *start, "--data-dir", folder, "--output", folder / "run", *QUICK]
+    tuned = diffrate_cli("finetune", *run, "--method", method, "--budget", "70%", "--lr", 1e-3)
+    assert tuned.code == 0, tuned.err
+    config = json.loads((folder / "run" / "config.json").read_text())
+    assert config["method"]["method"] == method
+    metrics = json.loads((folder / "run" / "metrics.json").read_text())["results"]
+    assert metrics["gmacs"] == pytest.approx(0.7 * whole_gmacs(), rel=0.05)
+    seen = diffrate_cli(
+        "eval", *TINY_FLAGS, *start, *data, "--trained", folder / "run", "--json", folder / "e.json"
+    )
+    assert seen.code == 0, seen.err
+    top1 = json.loads((folder / "e.json").read_text())["results"]["compressed"]["top1"]
+    assert top1 == pytest.approx(metrics["validation_accuracy"])  # the weights that training chose, read back
+    compared = diffrate_cli(
+        "compare", *TINY_FLAGS, *start, *data, "--trained", folder / "run", "--methods", "evit"
+    )
+    assert compared.code == 0, compared.err
+    assert re.search(rf"{method}\b.*{top1:.2f}", compared.out)
+    assert "evit" in compared.out
+    again = diffrate_cli("finetune", *run, "--method", method, "--budget", "60%", "--resume")
+    check_refused(again, "was started with another")
+    damaged = folder / "run" / "config.json"
+    damaged.write_text(json.dumps({**config, "method": {"method": method}}))
+    refused = diffrate_cli("eval", *TINY_FLAGS, *start, *data, "--trained", folder / "run")
+    check_refused(refused, "does not describe")
+
+
+def whole_gmacs() -> float:
+    return diffrate.gmacs(random_vit(**TINY))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ([], "needs a --schedule, or a --method"),
+        (["--method", "tome"], "go together"),
+        (["--method", "tome", "--budget", "70%,60%"], "one budget"),
+        (["--method", "random", "--budget", "70%"], "nothing of its own to train"),
+        (["--method", "nope", "--budget", "70%"], "there is no method 'nope'"),
+        (["--method", "dynamicvit", "--budget", "1%"], "cannot meet a budget"),
+        (["--method", "dynamicvit", "--budget", "70%", "--distillation", 0.5], "leave distillation at 0"),
+    ],
+)
+def test_what_tuning_a_method_refuses(
+    folder: Path, diffrate_cli: Callable[..., Ran], more: list[object], sentence: str
+) -> None:
+    run = [*TINY_FLAGS, "--checkpoint", folder / "weights.safetensors", "--data-dir", folder]
+    check_refused(diffrate_cli("finetune", *run, "--output", folder / "run", *QUICK, *more), sentence)
+    assert not (folder / "run").exists()
+
+
+def test_a_trained_folder_must_be_one(folder: Path, diffrate_cli: Callable[..., Ran]) -> None:
+    run = ["eval", *TINY_FLAGS, "--data-dir", folder, "--split", "val", "--device", "cpu", "--workers", 0]
+    check_refused(diffrate_cli(*run, "--trained", folder), "holds no training")
+    with_both = diffrate_cli(*run, "--trained", folder, "--schedule", folder / "schedule.json")
+    check_refused(with_both, "leave --schedule out")

@@ -15,6 +15,7 @@ from diffrate.data import build_loader, preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.methods import METHODS
+from diffrate.methods.trained import name_of, read_trained
 from diffrate.models import load_model
 from diffrate.plots import accuracy_plot
 from diffrate.results import check_target
@@ -68,6 +69,13 @@ def compare_command(
             help="A schedule to add: a file, or published:GMACS; repeatable.", rich_help_panel=o.SCHEDULE
         ),
     ] = None,
+    trained: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A tuned model to add: a folder that `diffrate finetune` wrote; repeatable.",
+            rich_help_panel=o.SCHEDULE,
+        ),
+    ] = None,
     search_dir: Annotated[
         Path | None, typer.Option(help="Folder of images for the method search.", rich_help_panel=o.SCHEDULE)
     ] = None,
@@ -105,6 +113,11 @@ def compare_command(
         text.removesuffix(".json").rsplit("/", 1)[-1]: o.read_schedule(text, whole, model)
         for text in schedule or []
     }
+    tuned = {}
+    for folder in trained or []:
+        read = read_trained(folder, whole)
+        name = name_of(read, folder)
+        tuned[name if name not in tuned else str(folder)] = read
     names = [name.strip() for name in methods.split(",") if name.strip()]
     images: dict[str, Any] = {"img_size": size, "crop_pct": crop_pct, "mean": mean, "std": std}
     images["interpolation"] = interpolation
@@ -119,6 +132,7 @@ def compare_command(
         names,
         budget or (),
         given,
+        trained=tuned,
         search_data=None if search_dir is None else search_datasets(whole, search_dir, **images),
         device=where,
         amp=amp,

@@ -14,6 +14,7 @@ from diffrate.data import build_loader, preprocessing
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, evaluate
+from diffrate.methods.trained import read_trained
 from diffrate.models import load_model
 from diffrate.results import check_target
 
@@ -38,6 +39,7 @@ def eval_command(
     std: o.Std = None,
     interpolation: o.Interpolation = None,
     schedule: o.ScheduleText = None,
+    trained: o.Trained = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -53,6 +55,9 @@ def eval_command(
     choice: o.Choice = None,
     floor: o.Floor = None,
     image_share: o.ImageShare = None,
+    pruned_mass: o.PrunedMass = None,
+    size_aware: o.SizeAware = None,
+    keep_norm: o.KeepNorm = None,
     seed: o.Seed = None,
     device: o.Device = None,
     amp: o.Amp = False,
@@ -61,31 +66,44 @@ def eval_command(
 ) -> None:
     """Evaluate a model: top-1, top-5, loss, GMACs and images per second.
 
-    With --schedule the compressed model; with --compare also how it differs from the whole one, image by image.
+    With --schedule the compressed model, with --trained one that `diffrate finetune` tuned; with --compare also how it
+    differs from the whole one, image by image.
 
     Example: diffrate eval --model deit_tiny_patch16_224 --pretrained --data-dir imagenet --schedule published:0.8
     """
     check_target(json)
-    if compare and schedule is None:
+    if schedule is not None and trained is not None:
+        raise DiffRateError("a --trained model brings its own schedule or method: leave --schedule out")
+    if compare and schedule is None and trained is None:
         raise DiffRateError("--compare compares with the uncompressed model, so it needs a --schedule")
-    removal = (importance, operation, proportional, merge_mean, choice, floor, image_share, seed)
+    removal = (
+        importance, operation, proportional, merge_mean, choice, floor, image_share, pruned_mass, size_aware,
+        keep_norm, seed,
+    )  # fmt: skip
     if schedule is None and any(value is not None for value in removal):
         raise DiffRateError("how tokens are removed matters only with a --schedule")
     where = resolve_device(device)
     size = None if img_size is None else o.read_size(img_size)
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
     chosen = None if schedule is None else o.read_schedule(schedule, whole, model)
-    tested = diffrate.compress(
-        whole,
-        chosen,
-        importance=importance,
-        operation=operation,
-        proportional=proportional,
-        mean=merge_mean,
-        choice=choice,
-        floor=floor,
-        image_share=image_share,
-        seed=seed,
+    tested = (
+        read_trained(trained, whole)
+        if trained is not None
+        else diffrate.compress(
+            whole,
+            chosen,
+            importance=importance,
+            operation=operation,
+            proportional=proportional,
+            mean=merge_mean,
+            choice=choice,
+            floor=floor,
+            image_share=image_share,
+            pruned_mass=pruned_mass,
+            size_aware=size_aware,
+            keep_norm=keep_norm,
+            seed=seed,
+        )
     )
     images: dict[str, Any] = {"img_size": size, "crop_pct": crop_pct, "mean": mean, "std": std}
     images["interpolation"] = interpolation
@@ -96,8 +114,8 @@ def eval_command(
         show_effective(chosen)
     result = evaluate(tested, loader, where, amp, amp_dtype, compare=whole if compare else None)
 
-    gmacs = {"compressed": diffrate.gmacs(whole, chosen), "uncompressed": diffrate.gmacs(whole)}
-    rows = [(result, "uncompressed" if chosen is None else "compressed")]
+    gmacs = {"compressed": diffrate.gmacs(tested), "uncompressed": diffrate.gmacs(whole)}
+    rows = [(result, "uncompressed" if chosen is None and trained is None else "compressed")]
     if result.reference is not None:
         rows.insert(0, (result.reference, "uncompressed"))
     show_table(
@@ -114,6 +132,7 @@ def eval_command(
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "schedule": None if chosen is None else chosen.to_dict(),
             "operator": None if chosen is None else asdict(tested.operator),
+            "trained": None if trained is None else {"folder": str(trained), **tested.settings()},
             "preprocessing": preprocessing(whole, **images),
             "batch_size": batch_size,
             "amp": amp_dtype if amp else None,

@@ -133,6 +133,10 @@ ScheduleText = Annotated[
     str | None,
     typer.Option("--schedule", help="A schedule file, or published:GMACS.", rich_help_panel=SCHEDULE),
 ]
+Trained = Annotated[
+    Path | None,
+    typer.Option(help="A folder that `diffrate finetune` wrote.", rich_help_panel=SCHEDULE),
+]
 Importance = Annotated[
     str | None, typer.Option(help=f"What ranks tokens: {', '.join(IMPORTANCES)}.", rich_help_panel=SCHEDULE)
 ]
@@ -165,6 +169,30 @@ ImageShare = Annotated[
     float | None,
     typer.Option(
         help="Share of the importance that image tokens have a say in; the paper's is 0.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
+PrunedMass = Annotated[
+    bool | None,
+    typer.Option(
+        "--pruned-mass/--no-pruned-mass",
+        help="Leave the size of pruned tokens to the most similar one.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
+SizeAware = Annotated[
+    bool | None,
+    typer.Option(
+        "--size-aware/--no-size-aware",
+        help="Merge into tokens that are no smaller.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
+KeepNorm = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-norm/--no-keep-norm",
+        help="A merged token keeps its longest member's norm.",
         rich_help_panel=SCHEDULE,
     ),
 ]

@@ -90,6 +90,9 @@ def compress(
     choice: o.Choice = None,
     floor: o.Floor = None,
     image_share: o.ImageShare = None,
+    pruned_mass: o.PrunedMass = None,
+    size_aware: o.SizeAware = None,
+    keep_norm: o.KeepNorm = None,
     seed: o.Seed = None,
     json: o.JsonFile = None,
 ) -> None:
@@ -122,6 +125,9 @@ def compress(
         choice=choice,
         floor=floor,
         image_share=image_share,
+        pruned_mass=pruned_mass,
+        size_aware=size_aware,
+        keep_norm=keep_norm,
         seed=seed,
     )
     checked = dataclasses.replace(

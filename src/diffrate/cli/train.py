@@ -22,9 +22,11 @@ from diffrate.data import training_datasets
 from diffrate.devices import resolve_device
 from diffrate.embedded.build import DEBIAN, HELD_OUT, training_sets
 from diffrate.errors import DiffRateError
+from diffrate.methods import to_train
 from diffrate.models import load_model
 from diffrate.results import check_target, write_results
 from diffrate.schedule import Schedule
+from diffrate.searching.budget import parse_budgets
 from diffrate.training import DEIT, EMBEDDED, FINETUNE, Recipe, Trained, accuracy, finetune, train
 
 EMBEDDED_NAME = "embedded"
@@ -74,6 +76,7 @@ class Job(NamedTuple):
 
     model: nn.Module
     schedule: Schedule | None
+    tuned: diffrate.CompressedModel  # the model under its schedule or method
     training: Any
     validation: Any
     test: Any  # only the embedded model's images have one
@@ -84,11 +87,18 @@ class Job(NamedTuple):
 @with_recipe(FINETUNE)
 def finetune_command(
     context: typer.Context,
-    schedule: Annotated[
-        str, typer.Option(help="A schedule file, or published:GMACS.", rich_help_panel=o.SCHEDULE)
-    ],
     output: Output,
     changes: dict[str, Any],
+    schedule: o.ScheduleText = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="A method instead of a schedule, see `diffrate methods`.", rich_help_panel=o.SCHEDULE
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Of the method: 0.8G, 60%.", rich_help_panel=o.SCHEDULE)
+    ] = None,
     model: ModelName = EMBEDDED_NAME,
     checkpoint: o.Checkpoint = None,
     pretrained: o.Pretrained = False,
@@ -115,16 +125,19 @@ def finetune_command(
 ) -> None:
     """Tune a model under a schedule, with tokens really dropped; the paper's recipe unless told otherwise.
 
+    With --method and --budget under another method, by its own loss; `eval` and `compare` take the folder as --trained.
+
     Several processes: accelerate launch -m diffrate finetune …, or torchrun --nproc-per-node 8 -m diffrate finetune …
 
     Example: diffrate finetune --model deit_small_patch16_224 --pretrained --schedule published:2.9 --data-dir imagenet
     --output runs/deit
     """
+    if (schedule is None) == (method is None):
+        raise DiffRateError("fine-tuning needs a --schedule, or a --method with its --budget")
+    if (method is None) != (budget is None):
+        raise DiffRateError("--method and --budget go together")
     job = _read(context, replace(FINETUNE, **changes), True)
-    assert job.schedule is not None
-    trained = finetune(
-        job.model, job.schedule, job.training, job.validation, output, job.recipe, **job.options
-    )
+    trained = finetune(job.model, job.tuned, job.training, job.validation, output, job.recipe, **job.options)
     _write(context, "finetune", job, trained)
 
 
@@ -164,8 +177,10 @@ def train_command(
     Example: diffrate train --output runs/fashion --data-dir /usr/share/datasets/fashion-mnist --compile
     """
     job = _read(context, replace(EMBEDDED if model == EMBEDDED_NAME else DEIT, **changes), False)
-    trained_model = job.model if job.schedule is None else diffrate.compress(job.model, job.schedule)
-    trained = train(trained_model, job.training, job.validation, output, job.recipe, **job.options)
+    whole = job.schedule is None
+    trained = train(
+        job.model if whole else job.tuned, job.training, job.validation, output, job.recipe, **job.options
+    )
     _write(context, "train", job, trained)
 
 
@@ -197,6 +212,10 @@ def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
         training, validation = training_datasets(model, img_size=size, **images, **augmentation)
     accelerator = start_accelerator(where, recipe.precision, flags["tracker"], flags["output"])
     schedule = None if flags["schedule"] is None else o.read_schedule(flags["schedule"], model, name)
+    tuned = diffrate.compress(model, schedule)
+    if flags.get("method") is not None:
+        (target,) = _gmacs(flags["budget"], model)
+        tuned = to_train(flags["method"], model, target)
     if schedule is not None and accelerator.is_main_process:
         show_effective(schedule)
     if tuning and name != EMBEDDED_NAME and not flags["pretrained"] and flags["checkpoint"] is None:
@@ -210,7 +229,14 @@ def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
         "max_minutes": flags["max_minutes"], "save_minutes": flags["save_minutes"],
         "dtype": torch.float16 if name == EMBEDDED_NAME else None,
     }  # fmt: skip
-    return Job(model, schedule, training, validation, test, recipe, options)
+    return Job(model, schedule, tuned, training, validation, test, recipe, options)
+
+
+def _gmacs(budget: str, model: nn.Module) -> list[float]:
+    budgets = [each.leading for each in parse_budgets(budget, {"gmacs": diffrate.gmacs(model)})]
+    if len(budgets) > 1:
+        raise DiffRateError("a model is tuned for one budget: give --budget once")
+    return budgets
 
 
 def _write(context: typer.Context, command: str, job: Job, trained: Trained) -> None:
@@ -219,7 +245,7 @@ def _write(context: typer.Context, command: str, job: Job, trained: Trained) -> 
     accelerator.end_training()
     if not accelerator.is_main_process:
         return
-    tested = diffrate.compress(job.model, job.schedule)
+    tested = job.tuned
     results: dict[str, Any] = {}
     if (
         job.test is not None and accelerator.distributed_type != DistributedType.FSDP
@@ -231,10 +257,11 @@ def _write(context: typer.Context, command: str, job: Job, trained: Trained) -> 
         "best_epoch": trained.epoch,
         "seconds": round(trained.seconds, 1),
         "processes": accelerator.num_processes,
-        "parameters": sum(p.numel() for p in job.model.parameters()),
+        "parameters": sum(p.numel() for p in job.tuned.parameters()),
         "training_images": len(job.training),
-        "gmacs": diffrate.gmacs(job.model, job.schedule),
+        "gmacs": diffrate.gmacs(job.tuned),
         "schedule": None if job.schedule is None else job.schedule.to_dict(),
+        "method": None if job.schedule is not None or command == "train" else job.tuned.settings(),
         "recipe": asdict(job.recipe) | {"drop_path": context.params["drop_path"]},
         "history": trained.history,
     }

@@ -54,10 +54,18 @@ class MacCost(CostModel):
         fixed = _embedding_macs(backbone) + head_fixed + behind
         return cls(backbone.layout.tokens, fixed, attention_token, attention_pair, mlp_token, head_token)
 
-    def gmacs(self, kept: Tensor | Sequence[float]) -> Tensor:
-        """GMACs when block l hands `kept[..., l]` tokens to its MLP; leading dimensions are a batch of schedules."""
+    def gmacs(
+        self, kept: Tensor | Sequence[float], attended: Tensor | Sequence[float] | None = None
+    ) -> Tensor:
+        """GMACs when block l hands `kept[..., l]` tokens to its MLP; leading dimensions are a batch of schedules.
+
+        attended  tokens in the attention of each block, where that is not what the block before handed on.
+        """
         mlp = torch.as_tensor(kept, dtype=torch.float64)
-        attention = attention_counts(mlp, self.tokens)
+        if attended is None:
+            attention = attention_counts(mlp, self.tokens)
+        else:
+            attention = torch.as_tensor(attended, dtype=torch.float64)
         device = mlp.device
         per_block = (
             attention * self.attention_token.to(device)
@@ -79,7 +87,8 @@ def gmacs(model: nn.Module, schedule: Schedule | None = None) -> float:
 
     if isinstance(model, CompressedModel):
         if schedule is None:
-            return float(MacCost.of_backbone(model.backbone).gmacs([float(n) for n in model.kept]))
+            spent = MacCost.of_backbone(model.backbone).gmacs(model.kept, model.attended)
+            return float(spent) + model.added_gmacs
         model = model.original
     backbone = backbone_of(model)
     if schedule is not None:

@@ -69,6 +69,7 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and tokens.count <= MOST_TOKENS
         and operator.importance == "class-attention"
         and operator.operation != "merge-prune"
+        and not operator.has_extras
         # Of all pairs of tokens, products of fp32 are torch's: the kernel has no tensor cores for them.
         and (
             operator.choice == "rank"

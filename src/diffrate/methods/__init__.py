@@ -1,25 +1,29 @@
-"""Known methods on this package's engine, each from its paper, each at a budget of MACs and with weights untouched.
+"""Known methods on this package's engine, each from its paper, each at a budget of MACs.
 
-`METHODS` is the list; `build` makes a model. Methods that train a selector of their own (DynamicViT, Evo-ViT, SPViT)
-are not among them.
+`METHODS` is the list; `build` makes a model, with weights untouched. `diffrate.finetune` tunes what it made, and
+trained.py reads that back: DynamicViT and SPViT have selectors that say nothing before they are trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from diffrate.backbones import Layout, backbone_of
 from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError, shown
 from diffrate.methods.ats import AdaptiveSampling
+from diffrate.methods.dynamicvit import DynamicViT
 from diffrate.methods.evit import EViT
-from diffrate.methods.policy import Policy, PolicyModel
+from diffrate.methods.evovit import EvoViT
+from diffrate.methods.policy import MethodModel, Policy, PolicyModel
 from diffrate.methods.resolution import LowerResolution
 from diffrate.methods.schedules import constant_rate, published_schedule, random_schedule
+from diffrate.methods.spvit import SPViT
 from diffrate.methods.tome import NormPreserving, SizeAware, ToMe
 from diffrate.searching import fast, search
 
@@ -37,12 +41,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Method:
-    """name, a line for `diffrate methods`, the paper, and how it is built."""
+    """name, a line for `diffrate methods`, the paper, and how it is built; without `rebuild`, it is a schedule."""
 
     name: str
     line: str
     paper: str
     build: Callable[[Request], nn.Module]
+    rebuild: Callable[[nn.Module, Mapping[str, Any]], MethodModel] | None = None  # from its settings
+    trained: bool = False  # whether it has parts that are no good before they are trained
 
 
 def build(
@@ -64,6 +70,10 @@ def build(
         )
     if isinstance(model, CompressedModel):
         model = model.original
+    if METHODS[name].trained:
+        raise DiffRateError(
+            f"{name} must be trained: `diffrate finetune --method {name}`, and then give its folder as --trained"
+        )
     return METHODS[name].build(Request(model, budget, images, search_data, seed))
 
 
@@ -74,13 +84,17 @@ def cost_of(model: nn.Module) -> float:
 
 def settings_of(model: nn.Module) -> dict[str, Any]:
     """What a model that `build` made does: a schedule, or a method's own parameters."""
-    if isinstance(model, PolicyModel):
-        return {"method": model.policy.name, **model.policy.settings(), "kept": list(model.kept)}
-    if isinstance(model, LowerResolution):
-        return {"method": "resolution", **model.settings()}
-    if isinstance(model, CompressedModel):
-        return {"schedule": model.schedule.to_dict(), "operator": dict(vars(model.operator))}
-    return {}
+    return model.settings() if isinstance(model, CompressedModel | LowerResolution) else {}
+
+
+def to_train(name: str, model: nn.Module, budget: float, images: Tensor | None = None) -> MethodModel:
+    """The model under a method, to be tuned by `diffrate.finetune`."""
+    known = METHODS.get(name)
+    if known is not None and known.rebuild is None:
+        raise DiffRateError(f"{name} has nothing of its own to train: tune the model under a --schedule")
+    made = known.build(Request(model, budget, images)) if known else build(name, model, budget)
+    assert isinstance(made, MethodModel)
+    return made
 
 
 def _searched(request: Request) -> nn.Module:
@@ -102,6 +116,10 @@ def _under(policy: Callable[[nn.Module, float], Policy]) -> Callable[[Request], 
     return lambda r: PolicyModel(r.model, policy(r.model, r.budget))
 
 
+def _again(policy: Callable[[Layout, Mapping[str, Any]], Policy]) -> Callable[..., MethodModel]:
+    return lambda model, settings: PolicyModel(model, policy(backbone_of(model).layout, settings))
+
+
 _LISTED = (
     Method(
         "search",
@@ -120,36 +138,65 @@ _LISTED = (
         "keeps the tokens with most class attention at a quarter, half and three quarters of the depth; fuses the rest",
         "Liang et al. 2022, Not All Patches Are What You Need",
         _under(EViT.at),
+        _again(lambda layout, s: EViT(layout, s["keep_rate"], s["fuse"])),
     ),
     Method(
         "tome",
         "merges r tokens in every block: bipartite matching on keys, size-weighted means, proportional attention",
         "Bolya et al. 2023, Token Merging",
         _under(ToMe.at),
+        _again(lambda layout, s: ToMe(layout, tuple(s["r"]))),
     ),
     Method(
         "tome-decreasing",
         "ToMe with 2r tokens in the first block, falling to none in the last",
         "Bolya et al. 2023, Token Merging",
         _under(lambda model, budget: ToMe.at(model, budget, decreasing=True)),
+        _again(lambda layout, s: ToMe(layout, tuple(s["r"]))),
     ),
     Method(
         "atm",
         "ToMe with ATM's size-aware matching: the smaller half of the tokens joins the larger; without its thresholds",
         "Lee and Choi 2025, Lossless Token Merging",
         _under(SizeAware.at),
+        _again(lambda layout, s: SizeAware(layout, tuple(s["r"]))),
     ),
     Method(
         "tofu",
         "ToMe with ToFu's norm-preserving merging: a merged token has its longest member's norm; without its pruning",
         "Kim et al. 2024, Token Fusion",
         _under(NormPreserving.at),
+        _again(lambda layout, s: NormPreserving(layout, tuple(s["r"]))),
     ),
     Method(
         "ats",
         "samples tokens image by image from a quarter of the depth on; batches are padded to their longest image",
         "Fayyaz et al. 2022, Adaptive Token Sampling",
         _sampled,
+        _again(lambda layout, s: AdaptiveSampling(layout, s["samples"], s["first_block"])),
+    ),
+    Method(
+        "evo-vit",
+        "every block from a third of the depth on runs the most attended tokens; the others move with their mean",
+        "Xu et al. 2022, Evo-ViT",
+        lambda r: EvoViT.at(r.model, r.budget),
+        lambda model, s: EvoViT(model, s["slow"]),
+    ),
+    Method(
+        "dynamicvit",
+        "trained predictors drop tokens before a quarter, half and three quarters of the depth; needs training",
+        "Rao et al. 2021, DynamicViT",
+        lambda r: DynamicViT.at(r.model, r.budget),
+        lambda model, s: DynamicViT(model, s["keep_rate"]),
+        trained=True,
+    ),
+    Method(
+        "spvit",
+        "trained selectors that score head by head; what they drop goes on as one package token; needs training",
+        "Kong et al. 2022, SPViT",
+        lambda r: SPViT.at(r.model, r.budget),
+        lambda model, s: SPViT(model, s["keep_rate"]),
+        trained=True,
     ),
     Method(
         "constant-rate",

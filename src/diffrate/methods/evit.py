@@ -37,7 +37,7 @@ class EViT(Policy):
         if not 0 < keep_rate <= 1:
             raise DiffRateError(f"EViT's keep rate goes from 0 to 1, not {keep_rate:g}")
         self.keep_rate, self.fuse = keep_rate, fuse
-        self.stages = sorted({max(1, round(layout.depth * share)) for share in STAGES})
+        self.stages = stages_of(layout)
         self.attentive: dict[int, int] = {}  # image tokens that a stage keeps as they are
         n, kept = layout.tokens, []
         for i in range(layout.depth):
@@ -72,7 +72,12 @@ class EViT(Policy):
         return keep_and_fuse(attended, attentiveness, self.attentive[i], self.fuse)
 
     def settings(self) -> dict[str, Any]:
-        return {"keep_rate": self.keep_rate, "stages": self.stages, "fuse": self.fuse}
+        return {"keep_rate": self.keep_rate, "stages": list(self.stages), "fuse": self.fuse}
+
+
+def stages_of(layout: Layout) -> tuple[int, ...]:
+    """The blocks at which tokens go, here and in the methods that follow EViT and DynamicViT in this."""
+    return tuple(sorted({max(1, round(layout.depth * share)) for share in STAGES}))
 
 
 def keep_and_fuse(tokens: Tokens, attentiveness: Tensor, keep: int, fuse: bool) -> Tokens:

@@ -20,6 +20,7 @@ from diffrate.mixing import mix
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.tokens import Tokens
+from diffrate.training.objective import Objective
 
 
 class Policy(ABC):
@@ -49,12 +50,27 @@ class Policy(ABC):
         """The method's own parameters, as a results file should have them."""
 
 
-class PolicyModel(CompressedModel):
-    """A model under a policy: same call, same outputs, weights shared."""
+class MethodModel(CompressedModel):
+    """A model under a method's rule in place of a schedule: same call, same outputs, weights shared."""
 
-    def __init__(self, original: nn.Module, policy: Policy) -> None:
+    objective: ClassVar[type[Objective]] = Objective  # what `finetune` minimises
+
+    def __init__(self, original: nn.Module) -> None:
         layout = backbone_of(original).layout
         super().__init__(original, Schedule.identity(layout.depth, layout.tokens, layout.prefix), Operator())
+
+    def _removes_nothing(self, tokens: int) -> bool:
+        return False
+
+    def extra_repr(self) -> str:
+        return str(self.settings())
+
+
+class PolicyModel(MethodModel):
+    """A model under a policy."""
+
+    def __init__(self, original: nn.Module, policy: Policy) -> None:
+        super().__init__(original)
         self.policy = policy
 
     @property
@@ -88,8 +104,5 @@ class PolicyModel(CompressedModel):
             attended = policy.reduce(i, attention, bias, attended)
         return finish_block(backbone, i, attended)
 
-    def _removes_nothing(self, tokens: int) -> bool:
-        return False
-
-    def extra_repr(self) -> str:
-        return f"{self.policy.name}: {self.policy.settings()}"
+    def settings(self) -> dict[str, Any]:
+        return {"method": self.policy.name, **self.policy.settings(), "kept": list(self.kept)}

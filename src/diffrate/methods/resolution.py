@@ -58,7 +58,11 @@ class LowerResolution(nn.Module):
         return images.new_empty(0) if logits is None else logits
 
     def settings(self) -> dict[str, Any]:
-        return {"sizes": [list(size) for size in self.sizes], "share_of_larger": self.share}
+        return {
+            "method": "resolution",
+            "sizes": [list(size) for size in self.sizes],
+            "share_of_larger": self.share,
+        }
 
 
 def smaller_sizes(model: nn.Module) -> list[tuple[int, int]]:

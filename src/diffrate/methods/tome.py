@@ -107,14 +107,8 @@ def merge_pairs(
     order = torch.cat([first, joining.gather(1, unmerged), staying, joining.gather(1, merged)], dim=1)
     tokens, weight = keep_first(tokens, sizes, order, n)
     to = target.gather(1, merged) + prefix + unmerged.shape[1]
-    longest = _longest(tokens.x, n - r, to) if keep_norm else None
     # A similarity of one makes sizes add up, as ToMe's do.
-    tokens, _ = join(tokens, weight, n - r, torch.ones_like(to, dtype=torch.float32), to)
-    if longest is None:
-        return tokens
-    x = tokens.x.float()
-    scale = longest / x.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return tokens.with_features((x * scale.unsqueeze(-1)).to(tokens.x.dtype))
+    return join(tokens, weight, n - r, torch.ones_like(to, dtype=torch.float32), to, keep_norm)[0]
 
 
 def _halves(sizes: Tensor, prefix: int, by_size: bool) -> tuple[Tensor, Tensor]:
@@ -132,12 +126,6 @@ def _halves(sizes: Tensor, prefix: int, by_size: bool) -> tuple[Tensor, Tensor]:
     ordered = by_turns.gather(1, order)
     half = joining.shape[1]
     return ordered[:, :half].sort(dim=1).values, ordered[:, half:].sort(dim=1).values
-
-
-def _longest(x: Tensor, keep: int, target: Tensor) -> Tensor:
-    """(B, keep) the largest norm among a token and those that join it."""
-    norms = x.float().norm(dim=-1)
-    return norms[:, :keep].scatter_reduce(1, target, norms[:, keep:], "amax")
 
 
 def _whole(layout: Layout, r: Callable[[int], float]) -> tuple[int, ...]:

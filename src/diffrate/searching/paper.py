@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diffrate.backbones import backbone_of
 from diffrate.errors import DiffRateError
 from diffrate.masking import masked_logits
-from diffrate.operator import Operator
+from diffrate.operator import EXTRAS, Operator
 from diffrate.proxy import DiscreteProxy
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import LAMBDAS, Budget, Space, project, rounded
@@ -51,6 +51,8 @@ class PaperRecipe:
             )
         if operator.importance not in ("class-attention", "image-attention") or operator.image_share:
             raise DiffRateError("the paper's recipe ranks by class attention or by image attention alone")
+        if operator.has_extras:
+            raise DiffRateError(f"the paper's recipe masks tokens: it does not go with {', '.join(EXTRAS)}")
         layout = backbone_of(model).layout
         if layout.mean_pooled and not layout.plain_mean:
             raise DiffRateError(

@@ -48,6 +48,8 @@ from diffrate.training.recipe import FINETUNE, Recipe
 from diffrate.training.report import Bar
 
 BEST, LAST, STATE = "weights.safetensors", "last.safetensors", "state.safetensors"
+METHOD = "method"  # in config.json: the name and settings of the method that a run was under, in place of a schedule
+NEW_PARTS_LR = 1e-3  # peak learning rate of what a method adds to a model, as DynamicViT's predictors have it
 LOG_STEPS = 50  # between two entries of a tracker
 
 
@@ -63,7 +65,7 @@ class Trained:
 
 def finetune(
     model: nn.Module,
-    schedule: Schedule,
+    schedule: Schedule | CompressedModel,
     dataset: Dataset[Any],
     validation: Dataset[Any],
     output: str | os.PathLike[str],
@@ -72,10 +74,14 @@ def finetune(
 ) -> Trained:
     """Tune `model`, in place, under a schedule: tokens are dropped as they will be when it serves.
 
-    With `recipe.distillation` the model as it came is the teacher. Other options are those of `train`.
+    schedule  or `model` under a method, as diffrate.methods.build makes it, which may bring a loss of its own.
+    With `recipe.distillation`, or where the method's loss asks for one, the model as it came is the teacher. Other
+    options are those of `train`.
     """
-    teacher = copy.deepcopy(model) if recipe.distillation else None
-    return train(compress(model, schedule), dataset, validation, output, recipe, teacher=teacher, **options)
+    tuned = schedule if isinstance(schedule, CompressedModel) else compress(model, schedule)
+    needs_teacher = recipe.distillation or _objective(tuned).needs_teacher
+    teacher = copy.deepcopy(model) if needs_teacher else None
+    return train(tuned, dataset, validation, output, recipe, teacher=teacher, **options)
 
 
 def train(
@@ -151,6 +157,7 @@ class Run:
             raise DiffRateError(
                 "distillation needs a teacher: finetune has one, training from scratch does not"
             )
+        self.objective = _objective(model)(model, recipe, teacher)
         device = self.accelerator.device
         self.batches = training_batches(dataset, recipe, device, workers)
         self.steps = len(dataset) // recipe.batch_size  # type: ignore[arg-type]
@@ -165,9 +172,11 @@ class Run:
             raise DiffRateError(
                 "a moving average needs whole weights in every process: with FSDP set ema_decay to 0"
             )
+        made = model.settings() if isinstance(model, CompressedModel) else {}
         config = {
             "recipe": asdict(recipe), "images": len(dataset), "origin": origin,  # type: ignore[arg-type]
-            "schedule": model.schedule.to_dict() if isinstance(model, CompressedModel) else None,
+            "schedule": made.get("schedule"),
+            **({METHOD: made} if METHOD in made else {}),
         }  # fmt: skip
         optimizer, self.scheduler = _optimizer(model, recipe, self.steps, device)
         self.folder = RunFolder(output, config, resume, self.accelerator, "training")
@@ -180,7 +189,6 @@ class Run:
         )
         if teacher is not None:
             teacher.to(device).eval().requires_grad_(False)
-        self.objective = Objective(model, recipe, teacher)
         if recipe.grad_checkpointing:
             _set_checkpointing(model, True)
         self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -237,7 +245,7 @@ class Run:
         score = self._accuracy()
         seconds = time.monotonic() - start
         rate = (now.step - first) * self.recipe.batch_size / seconds
-        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        lr = max(group["lr"] / group.get("lr_scale", 1) for group in self.optimizer.param_groups)
         now.history.append({"loss": mean, "accuracy": score, "lr": lr, "seconds": seconds})
         self._keep(score, epoch)
         self._save()
@@ -341,6 +349,11 @@ class _LostProcess:
         ) from error
 
 
+def _objective(model: nn.Module) -> type[Objective]:
+    """What a model is tuned by: its method's own loss where it is under one that has it."""
+    return getattr(model, "objective", Objective)
+
+
 def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.device) -> tuple[Any, Any]:
     """timm's optimiser and cosine for the model's own parameters; a compressed model shares them."""
     whole = model.original if isinstance(model, CompressedModel) else model
@@ -356,6 +369,8 @@ def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.devic
         )
     except (ValueError, AssertionError, AttributeError) as error:
         raise DiffRateError(f"timm cannot make the optimiser {recipe.opt}: {first_line(error)}") from error
+    if model is not whole:
+        _add_new_parts(optimizer, model, recipe)
     scheduler, _ = create_scheduler_v2(
         optimizer,
         num_epochs=recipe.epochs,
@@ -367,6 +382,14 @@ def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.devic
     )
     scheduler.step_update(0)
     return optimizer, scheduler
+
+
+def _add_new_parts(optimizer: Any, model: nn.Module, recipe: Recipe) -> None:
+    """What a method adds to a model starts from nothing, so it learns faster than the tuned weights."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    new = [p for p in model.parameters() if id(p) not in known and p.requires_grad]
+    if new:
+        optimizer.add_param_group({"params": new, "lr_scale": max(1.0, NEW_PARTS_LR / recipe.lr)})
 
 
 def _set_checkpointing(model: nn.Module, on: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ class Objective:
 
     teacher  the model whose answers to the same images count by `recipe.distillation`; in evaluation mode.
     """
+
+    needs_teacher: ClassVar[bool] = False  # whatever the recipe says
 
     def __init__(self, model: nn.Module, recipe: Recipe, teacher: nn.Module | None = None) -> None:
         self.recipe, self.teacher = recipe, teacher
@@ -37,7 +39,11 @@ class Objective:
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         if self.mix is not None:
             images, labels = self.mix(images, labels)
-        logits = main_output(model(images)).float()
+        return self.loss(model(images), images, labels)
+
+    def loss(self, output: Any, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of what the model made of these images, which may be mixed, as the labels then are."""
+        logits = main_output(output).float()
         loss: Tensor = self.of_labels(logits, labels)
         weight = self.recipe.distillation
         if self.teacher is None or not weight:

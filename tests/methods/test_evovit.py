@@ -1,0 +1,113 @@
+"""Evo-ViT against its paper: slow and fast tokens in a forward pass that follows the rule token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import diffrate
+from conftest import random_vit
+from diffrate.errors import DiffRateError
+from diffrate.methods.evovit import EvoViT
+from diffrate.training import Recipe
+
+
+def block(model: Any, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Block i on tokens (N, C), and the class token's attention, mean over heads (N,)."""
+    part = model.blocks[i]
+    parts = part.attn.qkv(part.norm1(x)).view(len(x), 3, part.attn.num_heads, -1)
+    q, k, v = (parts[:, j].transpose(0, 1) for j in range(3))
+    weights = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1)
+    x = x + part.attn.proj((weights @ v).transpose(0, 1).reshape(len(x), -1))
+    return x + part.mlp(part.norm2(x)), weights[:, 0].mean(0)
+
+
+@torch.no_grad()
+def slow_tokens(model: Any, image: Tensor, slow: int, first: int) -> Tensor:
+    """(N, C) after the last norm: one token at a time, placeholders in a dictionary."""
+    prefix = model.num_prefix_tokens
+    x = model._pos_embed(model.patch_embed(image[None]))[0]
+    attention: dict[int, float] = {}
+    for i in range(len(model.blocks)):
+        if i < first:
+            x, row = block(model, i, x)
+            for j in range(prefix, len(x)):
+                attention[j] = row[j].item() if i == 0 else 0.5 * attention[j] + 0.5 * row[j].item()
+            continue
+        ranked = sorted(attention, key=lambda j: -attention[j])
+        chosen, others = ranked[:slow], ranked[slow:]
+        total = sum(attention[j] for j in others)
+        representative = sum(attention[j] / total * x[j] for j in others)
+        after, row = block(model, i, torch.stack([*x[:prefix], *(x[j] for j in chosen), representative]))
+        moved = x.clone()
+        moved[:prefix] = after[:prefix]
+        for place, j in enumerate(chosen):
+            moved[j] = after[prefix + place]
+            attention[j] = 0.5 * attention[j] + 0.5 * row[prefix + place].item()
+        for j in others:
+            moved[j] = x[j] + after[-1] - representative
+        x = moved
+    return model.norm(x)
+
+
+@pytest.mark.parametrize("prefix", [1, 3])
+def test_tokens_and_logits_of_the_rule_token_by_token(prefix: int) -> None:
+    model = random_vit(depth=6, reg_tokens=prefix - 1)
+    for part in model.blocks:
+        part.attn.qkv.weight.data *= 3  # attention so sharp that tokens change sides from block to block
+    images = torch.randn(2, 3, 32, 32)
+    fast = EvoViT(model, 20)
+    assert fast.first == 2
+    expected = torch.stack([slow_tokens(model, image, 20, 2) for image in images])
+    with torch.no_grad():
+        tokens = fast.forward_tokens(images)
+        torch.testing.assert_close(tokens.x, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(fast(images), model.head(expected[:, 0]), rtol=1e-3, atol=1e-3)
+        assert (fast(images) - model(images)).abs().max() > 0.01
+    assert fast.kept == (64 + prefix,) * 2 + (20 + prefix + 1,) * 4
+
+
+def test_every_token_slow_is_the_model_itself() -> None:
+    model = random_vit(depth=4)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(EvoViT(model, 64)(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+def test_in_training_the_mean_token_is_classified_too() -> None:
+    model = random_vit(depth=4)
+    fast = EvoViT(model, 20)
+    images, labels = torch.randn(3, 3, 32, 32), torch.tensor([1, 4, 6])
+    objective = EvoViT.objective(fast, Recipe(mixup=0, cutmix=0, smoothing=0))
+    with torch.no_grad():
+        expected = torch.stack([slow_tokens(model, image, 20, 1) for image in images])
+        loss = objective(fast.train(), images, labels).item()
+        both = [model.head(expected[:, 0]), model.head(expected[:, 1:].mean(1))]
+    slow = [-logits.log_softmax(-1)[range(3), labels].mean().item() for logits in both]
+    assert loss == pytest.approx(sum(slow), rel=1e-3)
+    objective(fast, images, labels).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gmacs_are_those_that_torch_counts_and_meet_budgets() -> None:
+    model = timm.create_model("vit_tiny_patch16_224").eval()
+    for budget in (0.655, 0.81, 1.0):
+        fast = EvoViT.at(model, budget).eval()
+        assert 0.99 * budget < diffrate.gmacs(fast) <= budget
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        fast(torch.zeros(1, 3, 224, 224))
+    assert diffrate.gmacs(fast) == pytest.approx(counter.get_total_flops() / 2e9, rel=2e-3)
+    # The paper: DeiT-S with half of the tokens from the fifth block on has about 3.0 GFLOPs.
+    small = EvoViT(timm.create_model("deit_small_patch16_224"), 98)
+    assert diffrate.gmacs(small) == pytest.approx(3.0, abs=0.05)
+
+
+def test_models_without_a_class_token_are_refused() -> None:
+    with pytest.raises(DiffRateError, match="no class token"):
+        EvoViT(random_vit(class_token=False, global_pool="avg"), 20)

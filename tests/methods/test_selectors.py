@@ -1,0 +1,243 @@
+"""DynamicViT and SPViT against their papers: scores, dropping, masks and losses, token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import diffrate
+from conftest import random_vit
+from diffrate.methods.dynamicvit import DynamicViT
+from diffrate.methods.selection import SelectingModel, Trial, feature_loss, ratio_loss
+from diffrate.methods.spvit import SPViT
+from diffrate.training import Recipe
+
+KINDS = [DynamicViT, SPViT]
+
+
+def made(kind: type[SelectingModel], model: torch.nn.Module, keep_rate: float) -> SelectingModel:
+    """With selectors of weights so large that every part of them shows in what they choose."""
+    fast = kind(model, keep_rate)
+    torch.manual_seed(1)
+    for parameter in fast.selectors.parameters():
+        torch.nn.init.normal_(parameter, std=0.8 if kind is SPViT else 0.5)  # no two scores alike
+    return fast.eval()
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def mlp(layers: Any, x: Tensor) -> Tensor:
+    """Linear layers with GELU between them, by their weights."""
+    weights = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
+    for i, layer in enumerate(weights):
+        x = layer.weight @ x + layer.bias
+        x = gelu(x) if i + 1 < len(weights) else x
+    return x
+
+
+def embedded(selector: Any, x: Tensor) -> Tensor:
+    norm, linear = selector.embed[0], selector.embed[1]
+    x = (x - x.mean()) / (x.var(unbiased=False) + norm.eps).sqrt() * norm.weight + norm.bias
+    return gelu(linear.weight @ x + linear.bias)
+
+
+def dynamicvit_score(selector: Any, tokens: list[Tensor]) -> list[float]:
+    """Probability to stay of each token: local half, mean of the global half, scored together."""
+    seen = [embedded(selector, x) for x in tokens]
+    half = len(seen[0]) // 2
+    overall = sum(z[half:] for z in seen) / len(seen)
+    return [mlp(selector.score, torch.cat([z[:half], overall])).softmax(0)[0].item() for z in seen]
+
+
+def spvit_score(selector: Any, tokens: list[Tensor]) -> list[float]:
+    """The same on each head's part, weighed by what another MLP says of the heads' means."""
+    heads, scores = selector.heads, []
+    width = len(tokens[0]) // heads
+    parts = [[x[h * width : (h + 1) * width] for h in range(heads)] for x in tokens]
+    per_head = [dynamicvit_score(selector, [part[h] for part in parts]) for h in range(heads)]
+    for j, part in enumerate(parts):
+        weight = mlp(selector.weigh, torch.stack([p.mean() for p in part])).sigmoid()
+        scores.append(sum(weight[h].item() * per_head[h][j] for h in range(heads)) / weight.sum().item())
+    return scores
+
+
+@torch.no_grad()
+def slow_logits(fast: SelectingModel, images: Tensor, stages: tuple[int, ...], keep: list[int]) -> Tensor:
+    """One image at a time, tokens in lists, the full attention matrix; written from the papers."""
+    model: Any = fast.original
+    prefix, package = model.num_prefix_tokens, isinstance(fast, SPViT)
+    score = spvit_score if package else dynamicvit_score
+    logits = []
+    for image in images:
+        x = model._pos_embed(model.patch_embed(image[None]))[0]
+        for i, block in enumerate(model.blocks):
+            if i in stages:
+                tokens = list(x[prefix:])
+                probability = score(fast.selectors[stages.index(i)], tokens)
+                order = sorted(range(len(tokens)), key=lambda j, p=probability: -p[j])
+                stay, go = order[: keep[stages.index(i)]], order[keep[stages.index(i)] :]
+                left = [tokens[j] for j in stay]
+                if package:
+                    total = sum(probability[j] for j in go)
+                    left.append(sum(probability[j] * tokens[j] for j in go) / total)
+                x = torch.stack([*x[:prefix], *left])
+            y = block.norm1(x)
+            parts = block.attn.qkv(y).view(len(x), 3, block.attn.num_heads, -1)
+            q, k, v = (parts[:, j].transpose(0, 1) for j in range(3))
+            weights = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1)
+            x = x + block.attn.proj((weights @ v).transpose(0, 1).reshape(len(x), -1))
+            x = x + block.mlp(block.norm2(x))
+        x = model.norm(x)
+        pooled = x[prefix:].mean(0) if model.global_pool == "avg" else x[0]
+        logits.append(model.head(model.fc_norm(pooled)))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("pool", "prefix"), [("token", 1), ("avg", 1), ("token", 3)])
+def test_logits_of_the_rule_token_by_token(kind: type[SelectingModel], pool: str, prefix: int) -> None:
+    model = random_vit(depth=4, global_pool=pool, reg_tokens=prefix - 1)
+    images = torch.randn(2, 3, 32, 32)
+    fast = made(kind, model, 0.6)
+    assert fast.stages == (1, 2, 3)
+    keep = [38, 23, 13]  # floor of 64 x 0.6, 0.36 and 0.216
+    expected = slow_logits(fast, images, (1, 2, 3), keep)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(images), expected, rtol=1e-4, atol=1e-4)
+        assert (fast(images) - model(images)).abs().max() > 0.01
+    adds = 1 if kind is SPViT else 0
+    assert fast.kept == (prefix + 64, *(prefix + n + adds for n in keep))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_masks_of_what_inference_drops_give_its_logits(
+    kind: type[SelectingModel], pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_vit(depth=4, global_pool=pool)
+    images = torch.randn(3, 3, 32, 32)
+    fast = made(kind, model, 0.6)
+    with torch.no_grad():
+        expected = fast(images)
+
+    def best(stage: int, log_probability: Tensor, alive: Tensor) -> Tensor:
+        score = torch.where(alive > 0, log_probability[..., 0], float("-inf"))
+        chosen = score.topk(fast.numbers[stage], dim=1).indices
+        return torch.zeros_like(score).scatter(1, chosen, 1.0)
+
+    monkeypatch.setattr(fast, "draw", best)
+    with torch.no_grad():
+        trial = fast.train()(images)
+    torch.testing.assert_close(trial.logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(trial.shares[0] * 64, torch.tensor([38.0, 23.0, 13.0]))
+    assert trial.tokens.shape == (3, 64, 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_reaches_selectors_and_a_step_moves_towards_the_ratio(
+    kind: type[SelectingModel],
+) -> None:
+    torch.manual_seed(0)
+    fast = kind(random_vit(depth=4), 0.85).train()
+    images, labels = torch.randn(8, 3, 32, 32), torch.randint(7, (8,))
+    recipe = Recipe(mixup=0, cutmix=0)
+    objective = kind.objective(fast, recipe, random_vit(depth=4).eval())
+    optimizer = torch.optim.Adam(fast.selectors.parameters(), lr=3e-3)
+
+    def distance() -> float:
+        with torch.no_grad():
+            return float(
+                ratio_loss(torch.stack([fast(images).shares for _ in range(8)]).mean(0), fast.shares)
+            )
+
+    before = distance()
+    for _ in range(30):
+        loss = objective(fast, images, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        for name, parameter in fast.selectors.named_parameters():
+            assert parameter.grad is not None, name
+        optimizer.step()
+    assert distance() < 0.5 * before
+
+
+def test_the_loss_is_the_sum_of_its_four_parts() -> None:
+    torch.manual_seed(0)
+    model, teacher = random_vit(depth=4), random_vit(depth=4, num_heads=4)
+    fast = DynamicViT(model, 0.5).train()
+    objective = DynamicViT.objective(fast, Recipe(mixup=0, cutmix=0, smoothing=0), teacher)
+    images, labels = torch.randn(4, 3, 32, 32), torch.tensor([0, 3, 6, 2])
+    trial = Trial(
+        torch.randn(4, 7), torch.randn(4, 64, 32), (torch.rand(4, 64) < 0.3).float(), torch.rand(4, 3)
+    )
+    with torch.no_grad():
+        answers, features = teacher(images).softmax(-1), teacher.forward_features(images)[:, 1:]
+        loss = objective.loss(trial, images, labels).item()
+    log = trial.logits.log_softmax(-1)
+    cross_entropy = -sum(log[b, labels[b]].item() for b in range(4)) / 4
+    kl = sum(answers[b, c] * (answers[b, c].log() - log[b, c]) for b in range(4) for c in range(7)).item() / 4
+    squares, alive = 0.0, 0.0
+    for b in range(4):
+        for j in range(64):
+            if trial.alive[b, j]:
+                squares += (trial.tokens[b, j] - features[b, j]).square().mean().item()
+                alive += 1
+    wanted = (0.5, 0.25, 0.125)
+    ratio = sum((wanted[s] - trial.shares[b, s].item()) ** 2 for b in range(4) for s in range(3)) / 12
+    assert feature_loss(trial, features).item() == pytest.approx(squares / alive, rel=1e-4)
+    assert loss == pytest.approx(cross_entropy + 0.5 * kl + 0.5 * squares / alive + 2 * ratio, rel=1e-4)
+
+
+@pytest.mark.parametrize(("keep_rate", "gmacs"), [(0.7, 2.9), (0.8, 3.4), (0.9, 4.0)])
+def test_gmacs_of_the_paper_on_deit_small(keep_rate: float, gmacs: float) -> None:
+    fast = DynamicViT(timm.create_model("deit_small_patch16_224"), keep_rate)
+    assert diffrate.gmacs(fast) == pytest.approx(gmacs, rel=0.03)
+    kept = [math.floor(196 * keep_rate**s + 1e-9) + 1 for s in (1, 2, 3)]
+    assert fast.kept == (197,) * 3 + (kept[0],) * 3 + (kept[1],) * 3 + (kept[2],) * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_macs_are_those_that_torch_counts(kind: type[SelectingModel]) -> None:
+    fast = kind(timm.create_model("vit_tiny_patch16_224").eval(), 0.6).eval()
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        fast(torch.zeros(1, 3, 224, 224))
+    assert diffrate.gmacs(fast) == pytest.approx(counter.get_total_flops() / 2e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gmacs", [0.655, 1.0])
+def test_meets_a_budget_from_below(kind: type[SelectingModel], gmacs: float) -> None:
+    fast = kind.at(timm.create_model("vit_tiny_patch16_224"), gmacs)
+    assert 0.99 * gmacs < diffrate.gmacs(fast) <= gmacs
+
+
+def test_patches_of_dropped_tokens_belong_to_the_package() -> None:
+    fast = made(SPViT, random_vit(depth=4), 0.5)
+    with torch.no_grad():
+        traced = fast.trace(torch.randn(1, 3, 32, 32))
+    last = traced[-1]
+    assert last.patches is not None
+    assert last.count == 1 + 8 + 1
+    assert bool((last.patches >= 1).all())  # nothing is lost
+    assert int((last.patches == 9).sum()) >= 64 - 8 - 8  # eight kept; the first packages may be among them
+
+
+def test_state_goes_and_comes_with_the_selectors() -> None:
+    fast, other = (made(DynamicViT, random_vit(depth=4), 0.5) for _ in range(2))
+    state = fast.state_dict()
+    assert {"blocks.0.attn.qkv.weight", "selectors.0.score.0.weight"} < state.keys()
+    for value in other.parameters():
+        torch.nn.init.zeros_(value)
+    other.load_state_dict(state)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(fast(images), other(images))
