@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from diffrate import ranking
 from diffrate.backbones import backbone_of
 from diffrate.backbones.base import Backbone
-from diffrate.compressed import finish_block
+from diffrate.blocks import finish_block
 from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
 from diffrate.methods.fit import smallest_within
