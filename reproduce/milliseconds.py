@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--checkpoint")
     parser.add_argument("--data-dir", help="folder with search/ and val/ images: part 2")
+    parser.add_argument("--val-dir", help="folder with the val split, if it is elsewhere")
     parser.add_argument("--gmacs", type=float, default=0.81)
     parser.add_argument("--steps", type=int, help="steps of the searches of part 2")
     parser.add_argument("--search-batch", type=int, help="images a step of the searches of part 2")
@@ -142,8 +143,9 @@ def part_two(
     target = min(macs_ms, 0.99 * whole_ms)
     by_time = diffrate.search(model, data, f"{target:.4f}ms", costs=[TableCost(table)], **settings).schedule
     ms = timed_ms(timed, table, [by_macs, by_time, None])
+    folder = arguments.val_dir or arguments.data_dir
     loader = build_loader(
-        model, arguments.data_dir, "", "val", 200, arguments.workers, crop_pct=1.0, device=accelerator.device
+        model, folder, "", "val", 200, arguments.workers, crop_pct=1.0, device=accelerator.device
     )
     batches = [
         batch for i, batch in enumerate(loader) if not arguments.val_images or 200 * i < arguments.val_images
