@@ -120,6 +120,24 @@ def test_grid_is_dense_around_multiples_of_16():
     assert counts == [3, 8, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 49, 50]
 
 
+def test_tokens_such_as_a_removal_leaves_run_on_the_kernels(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from diffrate import kernels, profiling
+
+    backbone, images = backbone_of(random_vit(patch_size=8).eval()), torch.randn(2, 3, 32, 32)
+    operator = diffrate.Operator(importance="class-attention")
+    monkeypatch.setattr(kernels, "INTERPRETED", not torch.cuda.is_available())
+    with torch.no_grad():
+        tokens = profiling._removed(backbone, 1, images, operator)(9)
+        assert tokens.normed is not None
+        for name in ("size", "log_size", "normed"):
+            assert getattr(tokens, name).shape[1] == 9
+        ours = profiling.run_block(backbone, 1, tokens, 7, 6, operator).x
+        with kernels.using("plain"):
+            wanted = profiling.run_block(backbone, 1, replace(tokens, normed=None), 7, 6, operator).x
+    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_profile_of_a_small_model(tmp_path, monkeypatch):
     from diffrate import profiling
 
