@@ -125,7 +125,7 @@ def test_tokens_such_as_a_removal_leaves_run_on_the_kernels(monkeypatch):
     from diffrate import kernels, profiling
 
     backbone, images = backbone_of(random_vit(patch_size=8).eval()), torch.randn(2, 3, 32, 32)
-    operator = diffrate.Operator(importance="class-attention")
+    operator = diffrate.Operator(importance="class-attention", operation="merge")
     monkeypatch.setattr(kernels, "INTERPRETED", not torch.cuda.is_available())
     with torch.no_grad():
         tokens = profiling._removed(backbone, 1, images, operator)(9)
