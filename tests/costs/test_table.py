@@ -132,9 +132,9 @@ def test_tokens_such_as_a_removal_leaves_run_on_the_kernels(monkeypatch):
         assert tokens.normed is not None
         for name in ("size", "log_size", "normed"):
             assert getattr(tokens, name).shape[1] == 9
-        ours = profiling.run_block(backbone, 1, tokens, 7, 6, operator).x
+        ours = profiling.run_block(backbone, 2, tokens, 7, 6, operator).x
         with kernels.using("plain"):
-            wanted = profiling.run_block(backbone, 1, replace(tokens, normed=None), 7, 6, operator).x
+            wanted = profiling.run_block(backbone, 2, replace(tokens, normed=None), 7, 6, operator).x
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
 
 
