@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--search-batch", type=int, help="images a step of the searches of part 2")
     parser.add_argument("--val-images", type=int, help="validation images; all without")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tables", type=Path, help="folder to keep the measured tables in")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,6 +72,9 @@ def main() -> None:
                 timed, batch_size, device=device, repeats=arguments.repeats, mode=arguments.mode, name=name
             )
             print(f"{name}, batch {batch_size}: profiled in {time.monotonic() - started:.0f} s, {table.fit}")
+            if arguments.tables is not None:
+                arguments.tables.mkdir(parents=True, exist_ok=True)
+                table.save(arguments.tables / f"{name}_{batch_size}.json")
             errors = [abs(c["predicted_ms"] / c["measured_ms"] - 1) for c in table.checks]
             print(
                 f"  table: {sum(errors) / len(errors):.1%} mean, {max(errors):.1%} largest of {len(errors)}"

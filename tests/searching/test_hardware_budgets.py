@@ -1,6 +1,7 @@
 """Searches within milliseconds and milliwatts, and designs that are searched along."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -110,6 +111,21 @@ def test_places_whose_removals_alone_take_the_budget_are_left_out(model, data):
     assert [len(c.ties) for c in places(space, budget)] == [3]
     found = run(model, data, "8ms", costs=costs).schedule
     assert 0.95 * 8 < found.cost["latency_ms"] <= 8
+
+
+def test_times_in_stairs_do_not_lead_to_the_least_schedule(model, data):
+    """Kernels work in tiles: where time is flat, one more token takes nothing, and no step leads back onto a budget."""
+    counts = list(range(1, 66))
+
+    def stairs(ms):
+        return Series(counts, [ms * math.ceil(n / 16) / 5 for n in counts], [0.0] * 65)
+
+    times = BlockTimes(stairs(1.0), stairs(2.0), Series([1, 65], [0.05, 0.05], [0.0, 0.0]), whole=1.0)
+    costs = [TableCost(table(0.05, kinds=[times]))]
+    found = run(model, data, "12ms", costs=costs).schedule
+    # The step down from there, by hand: the longest tied part saves at most a tile of five blocks, 0.6 ms each.
+    assert 9 < found.cost["latency_ms"] <= 12
+    assert max(found.merge[1:]) > 16
 
 
 def test_the_least_is_the_whole_model_where_removing_takes_longer(model):

@@ -8,6 +8,7 @@ of the way so far, whose noise it smooths.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from diffrate.searching.budget import Budget, Space, project
 
+FLATTEST = 0.1  # least cost of a block's token that counts, as a share of their mean
 AVERAGED = 0.4  # share of the way so far, at its end, whose counts are averaged
 
 
@@ -47,9 +49,12 @@ class Descent:
 
     def along_budget(self) -> Tensor:
         """(L,) the direction in which counts move back onto the budget: by their cost, as `scale` weighs them."""
-        slope = self.cost_gradient()
-        step = slope / slope[self.space.free].mean() * self.scale()
-        return torch.where(self.space.free, step, torch.full_like(step, 1e-3))
+        free = self.space.free
+        slope = _shared(self.cost_gradient(), self.space, torch.mean)
+        mean = slope[free].mean()
+        # Times of real machines have stairs: where one more token takes next to nothing, blocks must move all the same.
+        relative = (slope / mean).clamp_min(FLATTEST) if mean > 0 else torch.ones_like(slope)
+        return torch.where(free, relative * self.scale(), torch.full_like(slope, 1e-3))
 
     def update(self, slopes: Tensor) -> None:
         """One step down `slopes` (L,), the measured change of the loss per token in each block."""
@@ -57,12 +62,14 @@ class Descent:
         length = self.last_step + (self.first_step - self.last_step) * 0.5 * (
             1 + math.cos(math.pi * progress)
         )
-        slopes = _shared(slopes, self.space)
+        slopes = _shared(slopes, self.space, lambda part: part[0] / len(part))
         direction = self.scale() * torch.where(self.space.free, slopes, torch.zeros_like(slopes))
         # Only what trades tokens between blocks counts: the share along the budget is undone by the projection.
         normal = self.along_budget()
         gradient = self.cost_gradient()
-        direction = direction - normal * (direction @ gradient) / (normal @ gradient)
+        along = normal @ gradient
+        if along > 0:
+            direction = direction - normal * (direction @ gradient) / along
         self.velocity = self.momentum * self.velocity + (1 - self.momentum) * direction
         self.mean_square = 0.95 * self.mean_square + 0.05 * float(direction[self.space.free].square().mean())
         corrected = self.velocity / (1 - self.momentum ** (self.done + 1))
@@ -131,11 +138,11 @@ def perturbed(kept: list[int], space: Space, share: float, up: list[bool]) -> li
     return changed
 
 
-def _shared(slopes: Tensor, space: Space) -> Tensor:
-    """(L',) slopes with what the first of tied blocks stands for divided among them."""
+def _shared(slopes: Tensor, space: Space, share: Callable[[Tensor], Tensor]) -> Tensor:
+    """(L',) slopes where each of the tied blocks has the `share` of what they have together."""
     if space.ties is None:
         return slopes
     slopes = slopes.clone()
-    for part in space.ties:
-        slopes[list(part)] = slopes[part[0]] / len(part)
+    for part in map(list, space.ties):
+        slopes[part] = share(slopes[part])
     return slopes
