@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -15,10 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+from safetensors.torch import save_file
+from torch import nn
 
 import diffrate
 from conftest import TINY_FLAGS, Ran, write_image
 from diffrate.cli.app import app
+from diffrate.methods.dynamicvit import DynamicViT
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -144,7 +148,9 @@ def test_cheap_commands_run(
 
 
 @pytest.fixture
-def tiny_world(tmp_path: Path, checkpoint: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tiny_world(
+    tmp_path: Path, tiny_vit: nn.Module, checkpoint: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A folder in which the files that the documentation names exist, for a tiny model."""
     for seed in range(12, 24):  # a search wants more images than an evaluation
         write_image(image_folder / "val" / "000" / f"{seed}.png", seed)
@@ -155,6 +161,10 @@ def tiny_world(tmp_path: Path, checkpoint: Path, image_folder: Path, monkeypatch
     tuned = tmp_path / "runs" / "deit_small" / "weights.safetensors"
     tuned.parent.mkdir(parents=True)
     tuned.write_bytes(checkpoint.read_bytes())
+    trained, selecting = tmp_path / "runs" / "dynamicvit", DynamicViT(tiny_vit, 0.7)
+    trained.mkdir()
+    (trained / "config.json").write_text(json.dumps({"method": selecting.settings()}))
+    save_file(selecting.state_dict(), trained / "weights.safetensors")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -90,6 +90,10 @@ def test_in_training_the_mean_token_is_classified_too() -> None:
         both = [model.head(expected[:, 0]), model.head(expected[:, 1:].mean(1))]
     slow = [-logits.log_softmax(-1)[range(3), labels].mean().item() for logits in both]
     assert loss == pytest.approx(sum(slow), rel=1e-3)
+    pooled = EvoViT(random_vit(depth=4, global_pool="avg"), 20).train()
+    with torch.no_grad():
+        logits, assisted = pooled(images)
+    torch.testing.assert_close(assisted, logits)  # a head that pools says the same twice
     objective(fast, images, labels).backward()
     assert all(p.grad is not None for p in model.parameters())
 

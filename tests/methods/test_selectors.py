@@ -17,6 +17,7 @@ from diffrate.methods.dynamicvit import DynamicViT
 from diffrate.methods.selection import SelectingModel, Trial, feature_loss, ratio_loss
 from diffrate.methods.spvit import SPViT
 from diffrate.training import Recipe
+from diffrate.training.loop import _optimizer
 
 KINDS = [DynamicViT, SPViT]
 
@@ -229,6 +230,23 @@ def test_patches_of_dropped_tokens_belong_to_the_package() -> None:
     assert last.count == 1 + 8 + 1
     assert bool((last.patches >= 1).all())  # nothing is lost
     assert int((last.patches == 9).sum()) >= 64 - 8 - 8  # eight kept; the first packages may be among them
+
+
+def test_selectors_learn_faster_than_the_model() -> None:
+    fast = DynamicViT(random_vit(depth=4), 0.5)
+    recipe = Recipe(lr=2e-5, min_lr=1e-6, warmup_epochs=0, epochs=2)
+    optimizer, scheduler = _optimizer(fast, recipe, 10, torch.device("cpu"))
+    own = {id(p) for p in fast.selectors.parameters()}
+
+    def rates(mine: bool) -> list[float]:
+        groups = optimizer.param_groups
+        return sorted({g["lr"] for g in groups for p in g["params"] if (id(p) in own) == mine})
+
+    assert rates(True) == pytest.approx([1e-3])
+    assert rates(False) == pytest.approx([2e-5])
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(fast.parameters()))
+    scheduler.step_update(20)
+    assert rates(True) == pytest.approx([5e-5])  # 50 times the lowest rate
 
 
 def test_state_goes_and_comes_with_the_selectors() -> None:

@@ -106,7 +106,8 @@ class EvoViT(MethodModel):
             return super().forward(images, return_tokens)
         logits, tokens = super().forward(images, return_tokens=True)
         mean = tokens.x[:, tokens.prefix :].mean(dim=1, keepdim=True)
-        head = self.backbone.head(tokens.with_features(mean.expand(-1, tokens.prefix, -1)))
+        everywhere = mean.expand(-1, tokens.prefix + 1, -1)  # wherever the head looks
+        head = self.backbone.head(tokens.with_features(everywhere))
         return Assisted(main_output(logits), main_output(head))
 
     def _walk_from(
