@@ -18,7 +18,6 @@ from diffrate.operator import Operator
 from diffrate.steps import step
 from diffrate.tokens import Tokens
 
-
 MOST = 1e17  # of a feature whose square is still summed in fp32: beyond, lengths would be infinite and cosines NaN
 
 

@@ -17,7 +17,7 @@ import diffrate
 from backbones.test_multihead import torchvision_model
 from backbones.test_timm_metaformer import build as small_caformer
 from backbones.test_timm_relpos import build as small_beit
-from conftest import TINY, random_vit
+from conftest import random_vit
 from diffrate import kernels, ranking
 from diffrate.backbones import backbone_of
 from diffrate.masking import Masked, masked_logits, reduce_masked
