@@ -43,7 +43,9 @@ print(json.dumps(ended, sort_keys=True))
 @pytest.mark.slow
 def test_processes_of_their_own_end_in_the_same_bits(tmp_path: Path) -> None:
     ends = []
-    for run, hash_seed in enumerate(("1", "20261")):  # sets and dicts of strings are ordered otherwise in each
+    for run, hash_seed in enumerate(
+        ("1", "20261")
+    ):  # sets and dicts of strings are ordered otherwise in each
         folder = tmp_path / str(run)
         folder.mkdir()
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])

@@ -83,7 +83,9 @@ class Spied:
     def __init__(self) -> None:
         self.reductions, self.real = 0, compressed.reduce_tokens
 
-    def __call__(self, tokens: Tokens, importance: Tensor, prune: int, merge: int, operator: Operator) -> Tokens:
+    def __call__(
+        self, tokens: Tokens, importance: Tensor, prune: int, merge: int, operator: Operator
+    ) -> Tokens:
         out = self.real(tokens, importance, prune, merge, operator)
         prefix = tokens.prefix
         assert torch.equal(out.x[:, :prefix], tokens.x[:, :prefix])
@@ -117,7 +119,9 @@ def check_maps(trace: list[Tokens], patches: int, kept: tuple[int, ...], pruned_
             assert tokens.count == count
             assert tokens.patches is not None
             now = groups(tokens.patches[b])
-            assert sorted(now) == list(range(tokens.prefix, count))  # every image token has a patch, no prefix has
+            assert sorted(now) == list(
+                range(tokens.prefix, count)
+            )  # every image token has a patch, no prefix has
             for members in now.values():
                 inside = [old for old in before if old <= members]
                 assert set().union(*inside) == members
@@ -176,9 +180,7 @@ def test_mass_is_conserved_where_it_is_promised(kind: str, data: st.DataObject) 
     """ToMe adds up sizes; and so does merging where all tokens are equal, because their similarity is 1."""
     model = built(kind)
     layout = backbone_of(model).layout
-    images = torch.randn(
-        2, 3, 32, 32, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    )
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
     r = tuple(data.draw(st.lists(st.integers(0, 6), min_size=layout.depth, max_size=layout.depth)))
     method = data.draw(st.sampled_from([ToMe, SizeAware]))
     with torch.inference_mode():
