@@ -124,14 +124,20 @@ def flatness(mib: list[float]) -> dict[str, Any]:
     }
 
 
-def command_over_images(folder: Path, count: int, arguments: list[str]) -> dict[str, Any]:
-    """`diffrate ARGUMENTS` on the tiny model and the generated images."""
+def command_over_images(
+    folder: Path, count: int, arguments: list[str], descriptors: int = 1024
+) -> dict[str, Any]:
+    """`diffrate ARGUMENTS` on the tiny model and the generated images, with as many open files as Linux usually allows.
+
+    Every tensor that a worker process sends takes one of them, until it is copied or thrown away.
+    """
     weights = folder / "weights.safetensors"
     if not weights.exists():
         model = random_vit(patch_size=8, num_classes=CLASSES)
         save_file(model.state_dict(), weights)
         SCHEDULE.save(folder / "schedule.json")
     words = [
+        "sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors),
         sys.executable, "-m", "diffrate", arguments[0], *TINY_FLAGS, "--checkpoint", str(weights),
         "--data-dir", str(folder), "--split", "val", "--device", "cpu", *arguments[1:],
     ]  # fmt: skip
@@ -141,23 +147,25 @@ def command_over_images(folder: Path, count: int, arguments: list[str]) -> dict[
     return {"images": count, "seconds": ran["seconds"], **flatness(ran["memory"])}
 
 
-def evaluate(folder: Path, count: int) -> dict[str, Any]:
+def evaluate(folder: Path, count: int, batch_size: int = 64, descriptors: int = 1024) -> dict[str, Any]:
     out = folder / "eval.json"
     found = command_over_images(
         folder, count,
-        ["eval", "--batch-size", "256", "--workers", "1", "--schedule", str(folder / "schedule.json"), "--compare",
-         "--json", str(out)],
+        ["eval", "--batch-size", str(batch_size), "--workers", "1", "--schedule", str(folder / "schedule.json"),
+         "--compare", "--json", str(out)],
+        descriptors,
     )  # fmt: skip
     evaluated = json.loads(out.read_text())["results"]["compressed"]
     assert evaluated["images"] == count, evaluated
     return found
 
 
-def search(folder: Path, count: int, steps: int) -> dict[str, Any]:
+def search(folder: Path, count: int, steps: int, descriptors: int = 1024) -> dict[str, Any]:
     found = command_over_images(
         folder, count,
         ["search", "--budget", "60%", "--steps", str(steps), "--batch-size", "64", "--workers", "1",
          "--output", str(folder / "run")],
+        descriptors,
     )  # fmt: skip
     assert diffrate.Schedule.load(folder / "run" / "schedule.json").tokens == SCHEDULE.tokens
     return {**found, "steps": steps}

@@ -65,6 +65,14 @@ def test_children_count() -> None:
 
 
 @pytest.mark.slow
+def test_more_images_than_files_may_be_open(tmp_path: Path) -> None:
+    """What comes from worker processes is copied before it is kept: 120 open files are enough for 200 images."""
+    load.make_images(tmp_path, 200)
+    assert load.search(tmp_path, 200, steps=3, descriptors=120)["images"] == 200
+    assert load.evaluate(tmp_path, 200, batch_size=1, descriptors=120)["images"] == 200
+
+
+@pytest.mark.slow
 def test_forward_passes_leave_nothing_behind() -> None:
     after = load.forward_passes(300)["after"]
     assert list(after) == ["30", "150", "300"]
