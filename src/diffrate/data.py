@@ -314,7 +314,7 @@ def build_dataset(
             root=None if root is None else str(root),
             split=split or usual[0],
             search_split=False,
-            class_map=classes,
+            class_map=classes,  # type: ignore[arg-type]  # None is timm's own default
             batch_size=batch_size,
             input_img_mode=mode,
         )
