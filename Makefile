@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint docs attack
+LOWEST := .venv-lowest
+LOWEST_PYTHON ?= $(or $(shell command -v python3.10),$(PYTHON))
+
+.PHONY: setup demo test lint docs attack test-lowest dist-check load
 
 setup: $(STAMP)
 
@@ -29,3 +32,19 @@ test: lint
 
 attack: setup  # damaged files and images, kills and wrong flags in full: about half an hour
 	PYTHONPATH=tests $(BIN)/python -m attack results/attacks_cpu.json
+
+load: setup  # 200,000 images, 10,000 forward passes, two minutes of requests: about half an hour
+	PYTHONPATH=tests $(BIN)/python -m attack.load results/load_cpu.json
+
+# The tests on the lowest version of every dependency, in an environment of their own.
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest
+
+$(LOWEST)/.installed: pyproject.toml
+	test -x $(LOWEST)/bin/python || $(LOWEST_PYTHON) -m venv $(LOWEST)
+	sed -n '/^dependencies = /,/^]/s/^ *"\(.*\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(LOWEST)/lowest.txt --editable '.[test]'
+	touch $@
+
+dist-check: setup  # wheel and sdist, each installed and used outside of this folder
+	.ci/dist-check $(BIN)/python

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from hypothesis import settings
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from diffrate.cli.app import main
 
@@ -135,6 +138,13 @@ def eval_flags(checkpoint: Path, image_folder: Path) -> list[object]:
         "cpu",
     ]
     return ["eval", *TINY_FLAGS, "--checkpoint", checkpoint, *data]
+
+
+@contextmanager
+def flop_counter() -> Iterator[FlopCounterMode]:
+    """torch's own, with attention as plain products: a CPU's kernel for it is counted by newer versions only."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        yield counter
 
 
 def every_token(fast, images):

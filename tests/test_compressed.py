@@ -438,6 +438,11 @@ def test_what_timm_reads_from_a_model(model):
             Schedule([20, 9, 9, 3], [20, 9, 9, 3]),
             "as few as 3 tokens, but the model's 4 prefix",
         ),
+        (
+            {"global_pool": "avg"},
+            Schedule([17, 9, 9, 1], [17, 9, 9, 1]),
+            "leaves no image token, and this model's head looks at image tokens",
+        ),
     ],
 )
 def test_schedules_that_do_not_fit(changes, schedule, sentence):

@@ -4,10 +4,10 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
 from backbones.slow import Slow, check, check_search, noisy
+from conftest import flop_counter
 from diffrate.lvvit import LvViT
 from diffrate.models import load_model
 
@@ -47,7 +47,7 @@ def test_keys_are_those_of_the_published_checkpoints():
 
 def test_macs():
     model = timm.create_model("lvvit_s")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         model.eval()(torch.zeros(1, 3, 224, 224))
     assert diffrate.gmacs(model) == pytest.approx(counter.get_total_flops() / 2e9, rel=1e-3)
     dense = 196 * 384 * 1000 / 1e9  # the paper's 6.6 has the head for token labels in it

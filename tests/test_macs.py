@@ -3,10 +3,9 @@
 import pytest
 import timm
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
-from conftest import every_token
+from conftest import every_token, flop_counter
 from diffrate import Schedule, gmacs, published
 from diffrate.costs import MacCost
 
@@ -32,7 +31,7 @@ def counted(model, schedule=None, operator=None):
     layout = fast.backbone.layout
     device = next(model.parameters()).device
     images = torch.zeros(1, layout.in_chans, *layout.img_size, device=device)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         every_token(fast, images)
     return counter.get_total_flops() / 2e9
 

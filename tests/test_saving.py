@@ -98,9 +98,11 @@ def small(name: str) -> nn.Module:
         case "half":
             return random_vit().to(torch.bfloat16)
         case "vit":
+            pytest.importorskip("transformers", reason="needs diffrate[hf]")
             labels = {"id2label": {0: "cat", 1: "dog", 2: "eel"}, "label2id": {"cat": 0, "dog": 1, "eel": 2}}
             return create("transformers", "ViTForImageClassification", False, None, None, {**tower, **labels})
         case _:
+            pytest.importorskip("transformers", reason="needs diffrate[hf]")
             config = {"vision_config": tower, "text_config": {**width, "vocab_size": 8}, "num_labels": 3}
             return create("transformers", "SiglipForImageClassification", False, None, None, config)
 
@@ -239,6 +241,8 @@ def test_nothing_in_a_file_is_run_downloaded_or_believed(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a model was built from a file that is not trustworthy")
 
+    if str(changes.get("model", "")).startswith("transformers:"):
+        pytest.importorskip("transformers", reason="needs diffrate[hf]")
     monkeypatch.setattr("diffrate.recipes.load_model", never)
     edit(saved, **changes)
     with pytest.raises(diffrate.DiffRateError, match=sentence):

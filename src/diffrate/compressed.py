@@ -300,6 +300,8 @@ def checked(schedule: Schedule, layout: Layout) -> Schedule:
             f"the schedule keeps as few as {min(running.merge)} tokens, but the model's {layout.prefix} prefix tokens "
             "are never removed"
         )
+    if layout.mean_pooled and min(running.merge) == layout.prefix:
+        raise ScheduleError("the schedule leaves no image token, and this model's head looks at image tokens")
     # The model knows its prefix; a schedule that is resized for another input must keep all of it.
     return schedule if schedule.prefix == layout.prefix else replace(schedule, prefix=layout.prefix)
 

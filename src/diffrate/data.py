@@ -29,6 +29,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from diffrate.class_map import read_class_map
 from diffrate.errors import DiffRateError, shown
 from diffrate.models import first_line, input_size
 from diffrate.outputs import class_count
@@ -305,6 +306,7 @@ def build_dataset(
         if data_dir is None:
             raise DiffRateError("give --data-dir, the folder with the images")
         root = find_folder(Path(data_dir), split, usual)
+    classes = None if class_map is None else read_class_map(class_map, root)
     add_img_extensions(MORE_EXTENSIONS)
     try:
         found = create_dataset(
@@ -312,7 +314,7 @@ def build_dataset(
             root=None if root is None else str(root),
             split=split or usual[0],
             search_split=False,
-            class_map=class_map,  # type: ignore[arg-type]  # timm takes a file's name too
+            class_map=classes,  # type: ignore[arg-type]  # None is timm's own default
             batch_size=batch_size,
             input_img_mode=mode,
         )
@@ -336,6 +338,8 @@ def find_folder(data_dir: Path, split: str | None, usual: tuple[str, ...] = EVAL
     """The folder of a split: the one of that name, or without a name the first usual one, if there is one."""
     if not data_dir.exists():
         raise DiffRateError(f"data folder {data_dir} does not exist")
+    if not data_dir.is_dir():  # timm would read an archive, and a pickled list of what is in it
+        raise DiffRateError(f"{data_dir} is no folder: give --data-dir, the folder with the images")
     if split is not None:
         if not (data_dir / split).is_dir():
             raise DiffRateError(f"data folder {data_dir} has no split '{split}'")

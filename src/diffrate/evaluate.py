@@ -189,7 +189,8 @@ class _Run:
         self.correct.append((best[:, 0] == labels).cpu())
         self.top5.append((best == labels[:, None]).any(-1).cpu())
         self.nll.append(F.cross_entropy(logits, labels, reduction="none").cpu())
-        self.labels.append(labels.cpu())
+        # A copy: what a worker process sends holds a file descriptor open, of which there are too few.
+        self.labels.append(labels.to("cpu", copy=True))
         self.seconds.append(seconds)
 
     def median_speed(self) -> float:

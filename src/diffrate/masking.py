@@ -20,7 +20,7 @@ from diffrate.backbones import Backbone
 from diffrate.errors import DiffRateError
 from diffrate.operator import Operator
 from diffrate.proxy import Kept, hard_mask
-from diffrate.ranking import per_logit
+from diffrate.ranking import per_logit, scaled_products
 from diffrate.reduction import cosine, take
 from diffrate.tokens import Tokens
 
@@ -74,7 +74,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Mixed values over what each query sees, and the log-sum of each row."""
-    logits = _at_least_fp32((q * scale) @ k.transpose(-2, -1)) + per_logit(key_bias)
+    logits = scaled_products(q, k, scale) + per_logit(key_bias)
     logits = torch.where(_visible(mask), logits, float("-inf"))
     log_sum = logits.logsumexp(dim=-1)
     return (logits - log_sum.unsqueeze(-1)).exp().to(v.dtype) @ v, log_sum
@@ -87,7 +87,7 @@ def _attend_backward(
     """Gradients of q, k, v and, (B, N), of the masks."""
     # What each key would weigh if it were live; for live keys, what it weighs. Capped: a dead key's logit can lie
     # far above the row's sum, and its gradient only has to be large.
-    logits = _at_least_fp32((q * scale) @ k.transpose(-2, -1)) + per_logit(key_bias)
+    logits = scaled_products(q, k, scale) + per_logit(key_bias)
     weight = (logits - log_sum.unsqueeze(-1)).clamp_max(20.0).exp()
     by_weight = _at_least_fp32(grad @ v.transpose(-2, -1))
     sensitivity = weight * (by_weight - _at_least_fp32(grad * out).sum(dim=-1, keepdim=True))
@@ -205,7 +205,7 @@ def _ranked(
     queries  the class token's alone, or all.
     """
     live = mask > 0.5
-    logits = (queries @ k.transpose(-2, -1)).float() * scale + per_logit(bias)[:, :, : queries.shape[2]]
+    logits = scaled_products(queries, k, scale).float() + per_logit(bias)[:, :, : queries.shape[2]]
     attention = logits.masked_fill(~live[:, None, None], float("-inf")).softmax(dim=-1).mean(dim=1)
     if attention.shape[1] > 1:
         attention = attention * live.float().unsqueeze(-1) / live.float().sum(dim=1)[:, None, None]
@@ -282,8 +282,8 @@ class Join(torch.autograd.Function):
         if x.is_cuda and _kernels() is not None:
             joined: Tensor = _kernels().join(x, own, sent, index)
             return joined
-        own, sent = own.unsqueeze(-1).to(x.dtype), sent.unsqueeze(-1).to(x.dtype)
-        return (own * x).scatter_add(1, index.unsqueeze(-1).expand_as(x), sent * x)
+        own, sent = own.unsqueeze(-1), sent.unsqueeze(-1)  # fp32, and so is the sum: see reduction.join
+        return (own * x).scatter_add(1, index.unsqueeze(-1).expand_as(x), sent * x).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,12 +15,23 @@ def per_logit(bias: Tensor) -> Tensor:
     return bias[:, None, None] if bias.dim() == 2 else bias
 
 
+def scaled_products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """(B, heads, Q, N) products of queries and keys, at least fp32, and finite wherever q and k are."""
+    products = (q * scale) @ k.transpose(
+        -2, -1
+    )  # scaled first: in fp16 the bare products of wide heads overflow
+    if products.dtype == torch.float16:
+        most = torch.finfo(torch.float16).max
+        products = products.clamp(-most, most)  # one infinity would make a whole row of the softmax NaN
+    return products if products.dtype == torch.float64 else products.float()
+
+
 QUERIES = 15  # image tokens that speak for all of them
 
 
 def class_attention_row(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | None) -> Tensor:
     """(B, heads, N) attention of the class token (index 0), key bias included: one row, never the whole matrix."""
-    logits = (q[:, :, :1] @ k.transpose(-2, -1)).squeeze(2).float() * scale
+    logits = scaled_products(q[:, :, :1], k, scale).squeeze(2).float()
     if key_bias is not None:
         logits = logits + per_logit(key_bias)[:, :, 0]
     return logits.softmax(dim=-1)
@@ -54,7 +65,7 @@ def class_attention_value(
 
 def attention_weights(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | None) -> Tensor:
     """(B, heads, N, N) the whole attention matrix, key bias included."""
-    logits = (q @ k.transpose(-2, -1)).float() * scale
+    logits = scaled_products(q, k, scale).float()
     if key_bias is not None:
         logits = logits + per_logit(key_bias)
     return logits.softmax(dim=-1)

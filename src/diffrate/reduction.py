@@ -18,6 +18,8 @@ from diffrate.operator import Operator
 from diffrate.steps import step
 from diffrate.tokens import Tokens
 
+MOST = 1e17  # of a feature whose square is still summed in fp32: beyond, lengths would be infinite and cosines NaN
+
 
 def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, operator: Operator) -> Tokens:
     """Take `tokens` down to `merge` tokens, of which those between `prune` and `merge` are merged, not dropped.
@@ -161,15 +163,16 @@ def join(
     size = added_at(sizes[:, :keep], target, sizes[:, keep:] * similarity).clamp_min(1.0)
     w = torch.ones_like(sizes) if weight is None else weight
     total = added_at(w[:, :keep], target, w[:, keep:])
-    # Shares, not sums: a sum of a hundred half-precision features would lose what the mean needs.
-    share = (w[:, :keep] / total).unsqueeze(-1).to(x.dtype)
-    given = (w[:, keep:] / total.gather(1, target)).unsqueeze(-1).to(x.dtype)
+    # Shares, not sums, which might overflow, and fp32: half precision has no 1/1000, and adds up no thousand of them.
+    share = (w[:, :keep] / total).unsqueeze(-1)
+    given = (w[:, keep:] / total.gather(1, target)).unsqueeze(-1)
     merged = added_at(x[:, :keep] * share, target, x[:, keep:] * given)
     if keep_norm:
         norms = x.detach().float().norm(dim=-1)
         longest = norms[:, :keep].scatter_reduce(1, target, norms[:, keep:], "amax")
         shrunk = merged.detach().float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        merged = (merged * (longest / shrunk).unsqueeze(-1)).to(x.dtype)
+        merged = merged * (longest / shrunk).unsqueeze(-1)
+    merged = merged.to(x.dtype)
 
     patches, positions = tokens.patches, tokens.positions
     stay = torch.arange(keep, device=x.device).expand(x.shape[0], -1)
@@ -209,7 +212,7 @@ def most_similar(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def cosine(a: Tensor, b: Tensor) -> Tensor:
     """(B, J, K) cosine similarities of a (B, J, C) and b (B, K, C)."""
     with full_precision(a.device):  # in half precision all that is very similar would tie
-        a, b = a.float(), b.float()
+        a, b = (t.float().clamp(-MOST, MOST) for t in (a, b))
         lengths = [t.norm(dim=-1, keepdim=True).clamp_min(1e-12) for t in (a, b)]
         return (a @ b.transpose(-2, -1)) / lengths[0] / lengths[1].transpose(-2, -1)
 

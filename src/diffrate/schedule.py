@@ -116,11 +116,12 @@ class Schedule:
         if tokens == self.tokens:
             return self
         scale = (tokens - self.prefix) / max(self.tokens - self.prefix, 1)
-        least = max(self.prefix, 1)
 
         def scaled(counts: tuple[int, ...]) -> tuple[int, ...]:
+            """Where image tokens are left, one is left in the smallest image: heads may average them."""
             return tuple(
-                max(least, min(tokens, self.prefix + round((n - self.prefix) * scale))) for n in counts
+                min(tokens, self.prefix + max(round((n - self.prefix) * scale), int(n > self.prefix)))
+                for n in counts
             )
 
         return replace(self, prune=scaled(self.prune), merge=scaled(self.merge), img_size=None, cost={})

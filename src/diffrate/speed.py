@@ -288,7 +288,7 @@ def profile(
         for _ in range(WARM_UP):
             compressed(images)
         now(where)
-        with torch.profiler.profile(activities=watched) as profiler:
+        with torch.profiler.profile(activities=watched, acc_events=True) as profiler:
             started = now(where)
             for _ in range(calls):
                 compressed(images)

@@ -140,3 +140,27 @@ def test_hostile_files_of_every_other_kind_are_refused(tmp_path: Path, kind: str
         with pytest.raises(DiffRateError):
             read(tmp_path / "file")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["plain", "new", "numpy"])
+@pytest.mark.parametrize("ending", ["pkl", "txt"])
+def test_a_hostile_class_map_is_refused(
+    diffrate_cli, image_folder, tmp_path: Path, kind: str, ending: str
+) -> None:
+    """timm itself unpickles class maps, and before 1.0.28 ran what is in them."""
+    class_map = tmp_path / f"map.{ending}"
+    class_map.write_bytes(hostile_files(tmp_path / "ran")[kind])
+    data = ["--data-dir", image_folder, "--split", "val", "--workers", 0]
+    ran = diffrate_cli("eval", *TINY_FLAGS, *data, "--class-map", class_map)
+    check_refused(ran, "class map .* cannot be read: it is a text file")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_archive_with_a_hostile_cache_is_refused(diffrate_cli, tmp_path: Path) -> None:
+    """timm keeps a pickled list of what a large archive holds beside it, and before 1.0.28 ran what is in it."""
+    with open(tmp_path / "images.tar", "wb") as archive:
+        archive.truncate(11 << 30)  # as large as those with a list; it takes no room
+    (tmp_path / "_images_tarinfos.pickle").write_bytes(hostile_files(tmp_path / "ran")["plain"])
+    ran = diffrate_cli("eval", *TINY_FLAGS, "--data-dir", tmp_path / "images.tar", "--workers", 0)
+    check_refused(ran, "images.tar is no folder")
+    assert not (tmp_path / "ran").exists()

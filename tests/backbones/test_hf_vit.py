@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
 from backbones.slow import Slow, check, check_search, falling, noisy, remember, slow_logits, tensor_of
+from conftest import flop_counter
 from diffrate.backbones import backbone_of
 
 transformers = pytest.importorskip("transformers", reason="needs diffrate[hf]")
@@ -164,7 +164,7 @@ def test_macs_are_those_of_the_counter(name):
     model = build(name, hidden_size=64)
     schedule = falling(model)
     for kept in (None, schedule):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             diffrate.compress(model, kept)(torch.zeros(1, 3, 48, 48))
         assert diffrate.gmacs(model, kept) == pytest.approx(counter.get_total_flops() / 2e9, rel=0.01)
 

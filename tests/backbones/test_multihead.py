@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import list_models, vision_transformer
 
 import diffrate
 from backbones.slow import Slow, check, check_search, falling, noisy, remember, slow_logits, spelled_out
-from conftest import every_token
+from conftest import every_token, flop_counter
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +71,7 @@ def test_torchvision_untouched_under_the_native_kernel():
 
 def counted(model):
     for kept in (None, falling(model)):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             every_token(diffrate.compress(model, kept), torch.zeros(1, 3, 48, 48))
         assert diffrate.gmacs(model, kept) == pytest.approx(counter.get_total_flops() / 2e9, rel=0.01)
 

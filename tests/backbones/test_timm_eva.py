@@ -8,11 +8,10 @@ import timm
 import torch
 from timm.models import eva
 from timm.models._registry import _model_to_module
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
 from backbones.slow import Slow, check, check_search, falling, noisy, remember, slow_logits
-from conftest import every_token
+from conftest import every_token, flop_counter
 from diffrate.tokens import Positions
 
 NAMES = sorted(name for name in timm.list_models() if _model_to_module[name] == "eva")
@@ -144,6 +143,6 @@ def test_positions_are_those_of_the_target():
 def test_macs_are_those_of_the_counter(kind):
     model = build(KINDS[kind]).requires_grad_(False)  # the counter follows gradients
     for kept in (None, falling(model)):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             every_token(diffrate.compress(model, kept), torch.zeros(1, 3, *size(model)))
         assert diffrate.gmacs(model, kept) == pytest.approx(counter.get_total_flops() / 2e9, rel=0.01)

@@ -8,10 +8,10 @@ import timm
 import torch
 from timm.models import metaformer
 from timm.models._registry import _model_to_module
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
 from backbones.slow import Slow, check, check_search, falling, noisy, remember, slow_logits
+from conftest import flop_counter
 from diffrate import Schedule
 from diffrate.backbones import backbone_of
 from diffrate.costs.macs import MacCost
@@ -131,7 +131,7 @@ def test_the_papers_figures(gmacs):
     schedule = Schedule.published("caformer_s36", gmacs)
     assert schedule.operator.operation == "merge"
     assert diffrate.gmacs(model, schedule) == pytest.approx(gmacs, abs=0.02)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         diffrate.compress(model, schedule)(torch.zeros(1, 3, 224, 224, device="meta"))
     assert diffrate.gmacs(model, schedule) == pytest.approx(counter.get_total_flops() / 2e9, rel=0.01)
     assert diffrate.gmacs(model) == pytest.approx(7.97, abs=0.005)  # 8.0 in the paper

@@ -8,11 +8,10 @@ import timm
 import torch
 from timm.models import beit, vision_transformer_relpos
 from timm.models._registry import _model_to_module
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
 from backbones.slow import Slow, check_search, falling, noisy, remember, slow_logits
-from conftest import every_token
+from conftest import every_token, flop_counter
 
 MODULES = {
     "beit": beit.Beit,
@@ -115,7 +114,7 @@ def test_wraps(name, monkeypatch):
     for kept in (None, schedule):
         counted = []
         for count in (1, 2):
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            with flop_counter() as counter:
                 every_token(diffrate.compress(model, kept), images[:count])
             counted.append(counter.get_total_flops() / 2e9)
         # What one image more costs: the bias may come from an MLP, which runs once a batch.

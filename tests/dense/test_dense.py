@@ -8,12 +8,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
 from backbones.slow import noisy
 from backbones.test_timm_metaformer import shrunk
-from conftest import check_refused
+from conftest import check_refused, flop_counter
 from diffrate.backbones import backbone_of
 from diffrate.costs.macs import MacCost
 from diffrate.dense import (
@@ -150,7 +149,7 @@ def test_compressed_segmenter(name):
     assert not torch.allclose(got, whole)
     assert fast.gmacs() < model.gmacs()
     for each in (model, fast):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             each(images[:1])
         assert each.gmacs() == pytest.approx(counter.get_total_flops() / 2e9, rel=0.01)
 

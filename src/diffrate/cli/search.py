@@ -20,6 +20,7 @@ from diffrate.errors import DiffRateError
 from diffrate.models import load_model
 from diffrate.results import check_target
 from diffrate.searching import SearchResult, search
+from diffrate.searching.images import MOST_HELD_OUT
 from diffrate.searching.run import RECIPES
 
 SEARCH = "Search"
@@ -76,7 +77,11 @@ def search_command(
         int | None, typer.Option(help="Images a step, over all processes.", min=1, rich_help_panel=SEARCH)
     ] = None,
     held_out: Annotated[
-        float, typer.Option(help="Share of the images that decides when to stop.", rich_help_panel=SEARCH)
+        float,
+        typer.Option(
+            help=f"Share of the images that decides when to stop, at most {MOST_HELD_OUT:,}.",
+            rich_help_panel=SEARCH,
+        ),
     ] = 0.2,
     seed: Annotated[int, typer.Option(help="Seed of the images' order.", min=0, rich_help_panel=SEARCH)] = 0,
     resume: Annotated[

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from diffrate.backbones import Layout
@@ -246,9 +247,9 @@ class TableCost(CostModel):
             mine = torch.tensor([k == kind for k in self.table.kind_of], device=mlp.device)
             n, m = attention[..., mine], mlp[..., mine]
             whole = self.table.kinds[kind].whole
-            removed_before = (self.tokens - n).clamp(0, 1)  # whole tokens: 0 or 1; between, straight
+            removed_before = _whether(self.tokens - n)
             attended = whole + removed_before * (_read(n, parts["attention"]) - whole)
-            own, removes = attended + _read(m, parts["mlp"]), (n - m).clamp(0, 1)
+            own, removes = attended + _read(m, parts["mlp"]), _whether(n - m)
             extra = removes * _read(n, parts["remove"])
             if self.last is not None and kind == self.table.kind_of[-1]:
                 short = torch.lerp(own[..., -1:], _read(n[..., -1:], self.last), removes[..., -1:])
@@ -258,6 +259,11 @@ class TableCost(CostModel):
 
     def describe(self) -> dict[str, Any]:
         return {"table": asdict(self.table)}
+
+
+def _whether(removed: Tensor) -> Tensor:
+    """0 without and 1 with removed tokens; between, straight. No slope at either end, as `clamp` has in older torch."""
+    return F.hardtanh(removed, 0.0, 1.0)
 
 
 def _read(at: Tensor, values: Tensor) -> Tensor:

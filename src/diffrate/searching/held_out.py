@@ -31,7 +31,8 @@ class HeldOut:
             if not len(batch.images):
                 continue
             with torch.no_grad(), accelerator.autocast():
-                held = batch.images.to(accelerator.device)
+                # A copy: what a worker process sends holds a file descriptor open, of which there are too few.
+                held = batch.images.to(accelerator.device, copy=True)
                 self.batches.append((held, whole(held)))
 
     @torch.no_grad()

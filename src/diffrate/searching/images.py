@@ -17,13 +17,15 @@ from diffrate.errors import DiffRateError
 from diffrate.seeding import Batch, Item, SeededItems, collate, load_batches, load_items, permutation
 
 FEWEST = 16
+MOST_HELD_OUT = 2000  # of a large set: they stay on the device, and their mean is known well enough
 MEMORY = 2 * 2**30  # bytes of images that a search keeps; what does not fit is read again
 
 
 class SearchImages:
     """A dataset split for a search; `plain` is the same images without augmentation, for the held-out part.
 
-    views  augmented views of each image, seen in turns and kept; None: a new one at every pass.
+    held_out  share of the images kept apart, at most MOST_HELD_OUT of them.
+    views     augmented views of each image, seen in turns and kept; None: a new one at every pass.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class SearchImages:
         if count != len(plain):  # type: ignore[arg-type]
             raise DiffRateError("the augmented and the plain images of a search must be the same ones")
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-        held = min(max(1, round(held_out * count)), count - 1)
+        held = min(max(1, round(held_out * count)), count - 1, MOST_HELD_OUT)
         self.seed, self.count, self.views = seed, count, views
         self.kept: dict[tuple[int, int], Item] = {}
         self.room, self.device = MEMORY, device or torch.device("cpu")
@@ -84,7 +86,8 @@ class SearchImages:
             read = dict(zip(keys, next(loaded), strict=True)) if keys else {}
             for key, item in read.items():
                 if key in planned and key not in self.kept:
-                    self.kept[key] = item
+                    # A copy: what a worker process sends holds a file descriptor open, of which there are too few.
+                    self.kept[key] = (None if item[0] is None else item[0].clone(), *item[1:])
                     self.room -= _bytes(item)
             yield collate([read[key] if key in read else self.kept[key] for key in step])
 

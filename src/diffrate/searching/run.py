@@ -93,8 +93,8 @@ def search(
     costs       cost models beside MACs: a measured table (diffrate.costs.LatencyTable) or an accelerator (GemminiCost).
     start       a schedule to begin from; without, the best of a few simple ones.
     recipe      "fast": no labels, minutes, about 1,000 images; "paper": the published method.
-    held_out    share of the images kept apart; they decide, `checks` times a budget, whether an earlier schedule was
-                clearly better and, after `patience` such checks in a row in the last part, when to stop.
+    held_out    share of the images kept apart, at most 2,000; they decide, `checks` times a budget, whether an earlier
+                schedule was clearly better and, after `patience` such checks in a row in the last part, when to stop.
     mix         for the paper's recipe: mixes a batch of images and labels (timm's Mixup).
     lambdas     for the paper's recipe: weight of each metric's loss.
     output      folder for schedule, history, configuration and plot; with `resume` an interrupted search there goes on,
