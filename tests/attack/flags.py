@@ -1,11 +1,13 @@
 """Every flag of every command, with wrong types and extremes; the commands come from the command line itself.
 
-Each attack runs in a process of its own, in an empty folder. It must end well or with exit code 2, a sentence and
-nothing written.
+Each attack runs in an empty folder, in a process that is forked off this one, which has imported all that commands
+need: a refusal takes a quarter of a second. It must end well or with exit code 2, a sentence and nothing written.
 """
 
 from __future__ import annotations
 
+import gc
+import io
 import json
 import os
 import random
@@ -17,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +34,16 @@ import diffrate
 from attack.outcome import ACCEPTED, REFUSED, Tally
 from conftest import TINY_FLAGS, write_image
 from diffrate.cli.app import app, main
+from diffrate.dense.camvid import CLASSES
+from diffrate.dense.segmenter import build_segmenter
+from diffrate.training.checkpoint import save_weights
 from report.runs import SCRIPT, plain_run, tiny_model
 
-SECONDS, MEMORY = 40, 12 << 30
-VALUES = (
-    "", "x", "-1", "0", "0.5", "nan", "inf", "1e308", "-1e308", "1000000000", "9" * 30, SCRIPT, "x" * 5000, "a,b",
-    "1,2,3", "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G", "0%", "nanms",
-    "../x\x01",
+SECONDS, LONG_SECONDS, MEMORY = 60, 8, 12 << 30
+NUMBERS = ("", "x", "-1", "0", "0.5", "nan", "inf", "1e308", "-1e308", "1000000000", "9" * 30, "1,2,3")
+TEXTS = (
+    SCRIPT, "x" * 5000, "a,b", "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G",
+    "0%", "nanms", "../x\x01", "\udcff",
 )  # fmt: skip
 # Where a huge number asks for no more than a long run, which may still be under way when time is up.
 LONG = {"--epochs", "--steps", "--repeats", "--images", "--rounds", "--hardware-steps", "--max-minutes", "--explore",
@@ -77,6 +83,15 @@ class Inputs:
                 labels = folder / "scenes" / f"{split}annot" / f"{i}.png"
                 labels.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(np.full((64, 96), i, np.uint8)).save(labels)
+        segmenter = build_segmenter("vit_tiny_patch16_224", len(CLASSES), (64, 96), width=16)
+        save_weights(segmenter, folder / "segmenter" / "weights.safetensors")
+        settings = {
+            "model": "vit_tiny_patch16_224",
+            "width": 16,
+            "img_size": [64, 96],
+            "classes": list(CLASSES),
+        }
+        (folder / "segmenter" / "segmenter.json").write_text(json.dumps({"results": settings}))
 
     def arguments(self, words: tuple[str, ...]) -> list[str]:
         """A command line that works, or is refused for a reason of its own."""
@@ -104,12 +119,12 @@ class Inputs:
             "export": [*TINY_FLAGS, *weights, *schedule, "--to", "safetensors", "--output", "new"],
             "visualize": [f"{at}/images/val/000/0.png", *TINY_FLAGS, *weights, *schedule, *cpu, "--output", "new"],
             "report": [f"{at}/run", "--output", "new.html"],
-            "demo": ["--output", "new", "--images", "1"],
+            "demo": ["--output", "new", "--images", "2"],
             "segment train": ["--model", "vit_tiny_patch16_224", "--data-dir", f"{at}/scenes", "--output", "new",
                               "--epochs", "1", *cpu],
-            "segment search": ["--from", f"{at}/run", "--data-dir", f"{at}/scenes", "--budget", "60%",
+            "segment search": ["--from", f"{at}/segmenter", "--data-dir", f"{at}/scenes", "--budget", "60%",
                                "--output", "new", "--steps", "1", *cpu],
-            "segment eval": ["--from", f"{at}/run", "--data-dir", f"{at}/scenes", *cpu],
+            "segment eval": ["--from", f"{at}/segmenter", "--data-dir", f"{at}/scenes", *cpu],
         }[" ".join(words)]  # fmt: skip
 
 
@@ -120,14 +135,19 @@ def every_attack(inputs: Inputs, values: int, chance: random.Random) -> Iterator
         for parameter in command.params:
             flag = parameter.opts[0]
             if not flag.startswith("-"):
-                for value in chance.sample(VALUES, values):
+                for value in drawn(values, chance):
                     yield flag, [*words, value, *good[1:]]
             elif getattr(parameter, "is_flag", False):
                 yield flag, [*words, *good, flag]
             else:
                 number = parameter.nargs if parameter.nargs > 1 else 1
-                for value in chance.sample(VALUES, values):
+                for value in drawn(values, chance):
                     yield flag, [*words, *without(good, flag), flag, *[value] * number]
+
+
+def drawn(values: int, chance: random.Random) -> list[str]:
+    """Numbers and texts in equal shares."""
+    return chance.sample(NUMBERS, (values + 1) // 2) + chance.sample(TEXTS, values // 2)
 
 
 def without(arguments: list[str], flag: str) -> list[str]:
@@ -137,7 +157,19 @@ def without(arguments: list[str], flag: str) -> list[str]:
     return arguments[:place] + arguments[place + 2 :]
 
 
-def run_alone(folder: Path, arguments: list[str]) -> tuple[int | None, str, list[str]]:
+def warm_up(inputs: Inputs) -> None:
+    """Import here what every process after a fork would import again: the rest of rich, timm and the commands."""
+    for words, _ in commands():
+        sys.argv = ["diffrate", *words, *inputs.arguments(words), "--no-such-flag"]
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit):
+            main()
+    gc.collect()
+    gc.freeze()  # a collection would copy all of it in every process
+
+
+def run_alone(
+    folder: Path, arguments: list[str], seconds: float = SECONDS
+) -> tuple[int | None, str, list[str]]:
     """Exit code (None where time ran out), what was said, and what lies in the folder afterwards."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -149,7 +181,7 @@ def run_alone(folder: Path, arguments: list[str]) -> tuple[int | None, str, list
         child = os.fork()
     if child == 0:
         _as_a_program(folder, said, arguments)
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -211,9 +243,11 @@ def judged(flag: str, arguments: list[str], code: int | None, said: str, left: l
 def attack(folder: Path, values: int, seed: int = 0, every: int = 1) -> Tally:
     """`values` of the values for every flag; of all these attacks every so many."""
     inputs, tally = Inputs(folder / "inputs"), Tally()
+    warm_up(inputs)
     attacks = list(every_attack(inputs, values, random.Random(seed)))
     for flag, arguments in attacks[seed % every :: every]:
-        code, said, left = run_alone(folder / "work", arguments)
+        seconds = LONG_SECONDS if flag in LONG else SECONDS
+        code, said, left = run_alone(folder / "work", arguments, seconds)
         shown = json.dumps([argument[:60] for argument in arguments])
         tally.add(judged(flag, arguments, code, said, left), f"{flag}: {shown} {left} {said[-600:]}")
     return tally

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from diffrate.compressed import CompressedModel, compress
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import evaluate
 from diffrate.models import first_line
+from diffrate.processes import together
 from diffrate.run_folder import RunFolder
 from diffrate.schedule import Schedule
 from diffrate.training.batches import training_batches, validation_batches
@@ -107,11 +107,14 @@ def train(
     max_minutes when this would run out during the next epoch, training stops before it.
     dtype       of the best weights on disk; the model's own without it.
     """
-    run = Run(
-        model, dataset, validation, Path(output), recipe or Recipe(), teacher, accelerator, workers, resume,
-        dict(origin or {}), dtype, save_minutes, progress,
-    )  # fmt: skip
-    return run.to_the_end(max_minutes)
+    recipe = recipe or Recipe()
+    accelerator = accelerator or Accelerator(mixed_precision=recipe.precision)
+    with together(accelerator.num_processes, "training", Path(output) / STATE):
+        run = Run(
+            model, dataset, validation, Path(output), recipe, teacher, accelerator, workers, resume,
+            dict(origin or {}), dtype, save_minutes, progress,
+        )  # fmt: skip
+        return run.to_the_end(max_minutes)
 
 
 def accuracy(model: nn.Module, dataset: Dataset[Any], batch_size: int = 1000, workers: int = 0) -> float:
@@ -131,7 +134,7 @@ class Run:
         output: Path,
         recipe: Recipe,
         teacher: nn.Module | None,
-        accelerator: Accelerator | None,
+        accelerator: Accelerator,
         workers: int,
         resume: bool,
         origin: dict[str, Any],
@@ -142,7 +145,7 @@ class Run:
         self.begin = self.saved = time.monotonic()
         self.model, self.validation, self.output, self.recipe = model, validation, output, recipe
         self.workers, self.dtype, self.save_seconds = workers, dtype, 60 * save_minutes
-        self.accelerator = accelerator or Accelerator(mixed_precision=recipe.precision)
+        self.accelerator = accelerator
         self.accelerator.gradient_accumulation_steps = recipe.accumulate
         self.accelerator.step = 0
         self.process, self.processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -199,7 +202,7 @@ class Run:
     def to_the_end(self, max_minutes: float) -> Trained:
         now, last = self.now, self.steps * self.recipe.epochs
         try:
-            with self.bar, self._clear_end():
+            with self.bar:
                 parts = self.batches.parts(now.step, last, self.process, self.processes)
                 while now.step < last and self._has_time(max_minutes):
                     self._epoch(parts)
@@ -316,29 +319,6 @@ class Run:
         pace = min(epoch["seconds"] for epoch in self.now.history)
         late = float(time.monotonic() - self.begin + pace > 60 * max_minutes)
         return not self.accelerator.reduce(torch.tensor(late, device=self.accelerator.device), "sum").item()
-
-    def _clear_end(self) -> AbstractContextManager[object]:
-        return _LostProcess(self) if self.processes > 1 else nullcontext()
-
-
-class _LostProcess:
-    """Turns the error that a process gets when another one dies into a sentence that says how to go on."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        signs = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
-        if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in signs):
-            return
-        state = self.run.output / STATE
-        there = f"--resume goes on from {state}" if state.is_file() else "no state was saved yet"
-        raise DiffRateError(
-            f"another process of this training has ended at step {self.run.now.step} ({first_line(error)}); {there}"
-        ) from error
 
 
 def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.device) -> tuple[Any, Any]:
