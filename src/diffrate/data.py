@@ -37,6 +37,7 @@ MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jp
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 MOST_WORKERS = 256
+LARGEST_BATCH = 1 << 20
 SMALLEST_CROP = 0.05  # of a side: images are resized to the model's size divided by it
 LONGEST_SHAPE = 200  # times as long as high: nothing that looks at squares sees anything in longer ones
 TRAIN_SPLITS = ("train", "training", "search")
@@ -207,8 +208,10 @@ def build_loader(
     other names are numbered in sorted order. `labels=False` reads any folder of images, flat or nested.
     `most` limits the images: of folders evenly spread, of other datasets the first.
     """
-    if batch_size < 1 or not 0 <= workers <= MOST_WORKERS:
-        raise DiffRateError(f"batch size must be at least 1 and workers from 0 to {MOST_WORKERS}")
+    if not 1 <= batch_size <= LARGEST_BATCH or not 0 <= workers <= MOST_WORKERS:
+        raise DiffRateError(
+            f"batch size must be from 1 to {LARGEST_BATCH} and workers from 0 to {MOST_WORKERS}"
+        )
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     images = build_dataset(
         data_dir, dataset, split, class_map, labels, batch_size=batch_size, mode=image_mode(config)

@@ -14,10 +14,12 @@ from diffrate.schedule import write_text
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_runs_resume_to_the_same_result(name: str, tmp_path: Path) -> None:
-    found = attack(name, tmp_path, kills=2, seed=5)
+def test_killed_runs_resume_to_the_same_result(name: str, processes: int, tmp_path: Path) -> None:
+    found = attack(name, tmp_path, kills=2, processes=processes, seed=5)
     assert found["kills"] == 2
+    assert found["survivors_with_a_sentence"] + found["survivors_stopped"] == found["survivors"]
     assert found["runs_with_the_undisturbed_result"] == found["runs"] > 0
 
 
@@ -27,13 +29,13 @@ def test_a_full_disk_leaves_nothing_half_written(name: str, most: int, tmp_path:
     assert with_small_files(JOBS[name], tmp_path / "run", most) == 2
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in left if path.name.startswith(".")] == []
-    assert go_on(JOBS[name], tmp_path / "run") == 0  # there is room again
-    assert go_on(JOBS[name], tmp_path / "whole") == 0
+    assert go_on(JOBS[name], tmp_path / "run") == [0]  # there is room again
+    assert go_on(JOBS[name], tmp_path / "whole") == [0]
     assert same(result(tmp_path / "run"), result(tmp_path / "whole"))
 
 
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path) -> None:
-    assert go_on(JOBS["search"], tmp_path) == 0
+    assert go_on(JOBS["search"], tmp_path) == [0]
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(DiffRateError, match="already holds a search: resume it, or choose another folder"):
         JOBS["search"](tmp_path, False)
@@ -55,7 +57,7 @@ def test_what_is_no_file_is_never_replaced(name: str, tmp_path: Path, diffrate_c
 @pytest.mark.slow
 def test_interrupted_twice_from_the_keyboard(tmp_path: Path) -> None:
     """The second Ctrl-C falls into what the first one started; what is on disk is whole, and the run resumes."""
-    assert go_on(JOBS["search"], tmp_path / "whole") == 0
+    assert go_on(JOBS["search"], tmp_path / "whole") == [0]
 
     def interrupted() -> None:
         for after in (0.4, 0.401):
@@ -64,7 +66,7 @@ def test_interrupted_twice_from_the_keyboard(tmp_path: Path) -> None:
 
     assert apart(interrupted) in (130, 0)
     assert not list(tmp_path.rglob(".*"))
-    assert go_on(JOBS["search"], tmp_path / "run") == 0
+    assert go_on(JOBS["search"], tmp_path / "run") == [0]
     assert same(result(tmp_path / "run"), result(tmp_path / "whole"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from typing import Annotated, Any, NoReturn
@@ -76,6 +77,8 @@ def _options(
 def main() -> None:
     """Run the command line; a mistake of the user ends in one sentence and exit code 2."""
     warnings.showwarning = _show_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is no reason to end
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="diffrate")
     except DiffRateError as error:

@@ -13,7 +13,7 @@ from diffrate.cli.accelerators import start_accelerator
 from diffrate.cli.output import counts, note, running_command, save_json, show_table
 from diffrate.costs import METRICS, Costs, Design, GemminiCost, MacCost
 from diffrate.costs.gemmini.cost import SLOPES
-from diffrate.data import preprocessing, search_datasets
+from diffrate.data import LARGEST_BATCH, preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.methods.evit import EViT
@@ -78,7 +78,7 @@ def cosearch_command(
         int | None, typer.Option(help="Steps of the rates in a turn.", min=1, rich_help_panel=COSEARCH)
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Images a step.", min=1, rich_help_panel=COSEARCH)
+        int | None, typer.Option(help="Images a step.", min=1, max=LARGEST_BATCH, rich_help_panel=COSEARCH)
     ] = None,
     clock_mhz: c.ClockMhz = c.CLOCK,
     dram_pj: c.DramPj = 0.0,

@@ -11,7 +11,7 @@ from torch import nn
 
 from diffrate import published
 from diffrate.cli.output import note
-from diffrate.data import MOST_WORKERS
+from diffrate.data import LARGEST_BATCH, MOST_WORKERS
 from diffrate.devices import AMP_DTYPES
 from diffrate.errors import DiffRateError
 from diffrate.operator import CHOICES, IMPORTANCES, MEANS, OPERATIONS
@@ -111,7 +111,9 @@ ClassMap = Annotated[
     str | None,
     typer.Option(help="timm class map: a text file with one folder name a line.", rich_help_panel=DATA),
 ]
-BatchSize = Annotated[int, typer.Option(help="Images per batch.", min=1, rich_help_panel=DATA)]
+BatchSize = Annotated[
+    int, typer.Option(help="Images per batch.", min=1, max=LARGEST_BATCH, rich_help_panel=DATA)
+]
 Workers = Annotated[
     int, typer.Option(help="Processes that read images.", min=0, max=MOST_WORKERS, rich_help_panel=DATA)
 ]

@@ -14,7 +14,7 @@ from diffrate.cli import options as o
 from diffrate.cli.accelerators import start_accelerator, start_tracker
 from diffrate.cli.output import counts, note, running_command, save_json, show_table
 from diffrate.costs.base import METRICS
-from diffrate.data import preprocessing, search_datasets
+from diffrate.data import LARGEST_BATCH, preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
@@ -73,7 +73,10 @@ def search_command(
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Images a step, over all processes.", min=1, rich_help_panel=SEARCH)
+        int | None,
+        typer.Option(
+            help="Images a step, over all processes.", min=1, max=LARGEST_BATCH, rich_help_panel=SEARCH
+        ),
     ] = None,
     held_out: Annotated[
         float, typer.Option(help="Share of the images that decides when to stop.", rich_help_panel=SEARCH)
