@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,9 @@ TEXTS = (
     SCRIPT, "x" * 5000, "a,b", "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G",
     "0%", "nanms", "../x\x01", "\udcff",
 )  # fmt: skip
-# Where a huge number asks for no more than a long run, which may still be under way when time is up.
+# What asks for no more than a long run, which may still be under way when time is up.
 LONG = {"--epochs", "--steps", "--repeats", "--images", "--rounds", "--hardware-steps", "--max-minutes", "--explore",
-        "--warmup-epochs", "--cooldown-epochs", "--patience", "--compile"}  # fmt: skip
+        "--warmup-epochs", "--cooldown-epochs", "--patience", "--compile", "demo"}  # fmt: skip
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -78,7 +78,7 @@ class Inputs:
         diffrate.Schedule((17, 14, 10, 3), (17, 12, 8, 3)).save(folder / "schedule.json")
         plain_run(folder / "run")
         for split in ("train", "val", "test"):
-            for i in range(2):
+            for i in range(16 if split == "train" else 2):
                 write_image(folder / "scenes" / split / f"{i}.png", i, (64, 96))
                 labels = folder / "scenes" / f"{split}annot" / f"{i}.png"
                 labels.parent.mkdir(parents=True, exist_ok=True)
@@ -168,9 +168,12 @@ def warm_up(inputs: Inputs) -> None:
 
 
 def run_alone(
-    folder: Path, arguments: list[str], seconds: float = SECONDS
+    folder: Path, arguments: list[str], seconds: float = SECONDS, before: Callable[[], object] = lambda: None
 ) -> tuple[int | None, str, list[str]]:
-    """Exit code (None where time ran out), what was said, and what lies in the folder afterwards."""
+    """Exit code (None where time ran out), what was said, and what lies in the folder afterwards.
+
+    before  is called in the folder, by the process that will run the command.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "folder").mkdir()
@@ -180,7 +183,7 @@ def run_alone(
         warnings.simplefilter("ignore")  # of newer Pythons, about forks
         child = os.fork()
     if child == 0:
-        _as_a_program(folder, said, arguments)
+        _as_a_program(folder, said, arguments, before)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -196,7 +199,7 @@ def run_alone(
     return code, said.read_text(errors="replace"), [name for name in left if name not in ("folder", "pipe")]
 
 
-def _as_a_program(folder: Path, said: Path, arguments: list[str]) -> None:
+def _as_a_program(folder: Path, said: Path, arguments: list[str], before: Callable[[], object]) -> None:
     """The rest of a forked process: the command line, with limits, and its exit code."""
     code = 99
     try:
@@ -211,6 +214,7 @@ def _as_a_program(folder: Path, said: Path, arguments: list[str]) -> None:
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
         sys.argv = ["diffrate", *arguments]
         warnings.resetwarnings()
+        before()
         main()
         code = 0
     except SystemExit as ended:
@@ -224,9 +228,13 @@ def _as_a_program(folder: Path, said: Path, arguments: list[str]) -> None:
         os._exit(code)
 
 
+def patience(flag: str, arguments: list[str]) -> float:
+    return LONG_SECONDS if flag in LONG or arguments[0] in LONG else SECONDS
+
+
 def judged(flag: str, arguments: list[str], code: int | None, said: str, left: list[str]) -> str:
     if code is None:
-        return ACCEPTED if flag in LONG else "hang"
+        return ACCEPTED if patience(flag, arguments) < SECONDS else "hang"
     if "Traceback" in said:
         return "traceback"
     if any(Path(name).name.startswith(".") for name in left):
@@ -246,8 +254,7 @@ def attack(folder: Path, values: int, seed: int = 0, every: int = 1) -> Tally:
     warm_up(inputs)
     attacks = list(every_attack(inputs, values, random.Random(seed)))
     for flag, arguments in attacks[seed % every :: every]:
-        seconds = LONG_SECONDS if flag in LONG else SECONDS
-        code, said, left = run_alone(folder / "work", arguments, seconds)
+        code, said, left = run_alone(folder / "work", arguments, patience(flag, arguments))
         shown = json.dumps([argument[:60] for argument in arguments])
         tally.add(judged(flag, arguments, code, said, left), f"{flag}: {shown} {left} {said[-600:]}")
     return tally

@@ -18,7 +18,7 @@ from diffrate.cli.output import save_json, show_table
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
-from diffrate.plots import speed_plot
+from diffrate.plots import check_format, speed_plot
 from diffrate.results import check_target
 from diffrate.schedule import Schedule
 from diffrate.speed import DTYPES, MODES, UNCOMPRESSED, Speed, bench, entrants, profile
@@ -103,6 +103,8 @@ def bench_command(
     """
     check_target(json)
     check_target(plot)
+    if plot is not None:
+        check_format(plot)
     sizes = read_batch_sizes(batch_size or ("256" if search else "64"))
     where = resolve_device(device)
     if search:

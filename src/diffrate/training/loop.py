@@ -233,9 +233,12 @@ class Run:
                 self._save()
         mean = float(self.accelerator.reduce(total, "mean")) / self.steps
         if not math.isfinite(mean):
-            raise DiffRateError(
-                f"the loss became {mean} in epoch {epoch}; the weights of epoch {now.best_epoch} are kept"
+            kept = (
+                f"the weights of epoch {now.best_epoch} are kept"
+                if now.best_epoch
+                else "there are no weights"
             )
+            raise DiffRateError(f"the loss became {mean} in epoch {epoch}; {kept}: try a lower learning rate")
         now.loss = 0.0
         score = self._accuracy()
         seconds = time.monotonic() - start
