@@ -304,7 +304,11 @@ def build_dataset(
 ) -> Any:
     """The images behind timm's `--data-dir --dataset --split` flags; `usual` are the splits to look for without one."""
     root = data_dir
-    if "/" not in dataset:
+    if dataset and "/" not in dataset:
+        raise DiffRateError(
+            f"a dataset is named hfds/…, wds/… or torch/…, unlike {shown(dataset)}: leave it out to read folders"
+        )
+    if not dataset:
         if data_dir is None:
             raise DiffRateError("give --data-dir, the folder with the images")
         root = find_folder(Path(data_dir), split, usual)
@@ -340,8 +344,8 @@ def find_folder(data_dir: Path, split: str | None, usual: tuple[str, ...] = EVAL
     if not data_dir.exists():
         raise DiffRateError(f"data folder {data_dir} does not exist")
     if split is not None:
-        if not (data_dir / split).is_dir():
-            raise DiffRateError(f"data folder {data_dir} has no split '{split}'")
+        if not split or not (data_dir / split).is_dir():
+            raise DiffRateError(f"data folder {data_dir} has no split {shown(split)}")
         return data_dir / split
     return next((data_dir / name for name in usual if (data_dir / name).is_dir()), data_dir)
 

@@ -139,7 +139,8 @@ def _data_config(compressed: CompressedModel, given: dict[str, Any]) -> dict[str
     unknown = set(given) - set(PREPROCESSING)
     if unknown:
         raise DiffRateError(f"preprocessing has no {', '.join(sorted(map(shown, unknown)))}")
-    config = preprocessing(compressed.original, layout.img_size) | {
+    checked = {name: given[name] for name in ("crop_pct", "mean", "std", "interpolation") if name in given}
+    config = preprocessing(compressed.original, layout.img_size, **checked) | {
         "input_size": (layout.in_chans, *layout.img_size)
     }
     config |= given

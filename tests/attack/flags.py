@@ -108,7 +108,7 @@ class Inputs:
             "macs": [*TINY_FLAGS, *schedule],
             "compress": [*TINY_FLAGS, *schedule, "--output", "new.json"],
             "search": [*TINY_FLAGS, *data, *weights, *cpu, "--budget", "60%", "--output", "new", "--steps", "1"],
-            "cosearch": [*TINY_FLAGS, *data, *cpu, "--budget", "1ms", "--output", "new", "--steps", "1",
+            "cosearch": [*TINY_FLAGS, *data, *cpu, "--budget", "60%,1ms", "--output", "new", "--steps", "1",
                          "--rounds", "1", "--hardware-steps", "2"],
             "profile": [*TINY_FLAGS, *cpu, "--batch-size", "1", "--repeats", "3", "--output", "new.json"],
             "eval": [*TINY_FLAGS, *data, *weights, *cpu, *schedule],

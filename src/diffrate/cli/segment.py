@@ -48,7 +48,9 @@ def train_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for weights and results.")],
     checkpoint: o.Checkpoint = None,
     width: Annotated[int, typer.Option(help="Channels of the decoder.", min=16, max=4096)] = 128,
-    drop_path: Annotated[float, typer.Option(help="Stochastic depth of the backbone.")] = 0.1,
+    drop_path: Annotated[
+        float, typer.Option(help="Stochastic depth of the backbone.", min=0.0, max=0.99)
+    ] = 0.1,
     epochs: Annotated[int, typer.Option(help="Passes over the training scenes.", min=1)] = DEFAULT.epochs,
     batch_size: Annotated[
         int, typer.Option(help="Scenes per step.", min=1, max=LARGEST_BATCH)
@@ -57,7 +59,9 @@ def train_command(
     backbone_lr: Annotated[
         float, typer.Option(help="Learning rate of the backbone, as a share of the decoder's.")
     ] = DEFAULT.backbone_lr,
-    max_minutes: Annotated[float, typer.Option(help="Stop after the epoch that ends within this time.")] = 60,
+    max_minutes: Annotated[
+        float, typer.Option(help="Stop after the epoch that ends within this time.", min=0.0)
+    ] = 60,
     seed: Annotated[int, typer.Option(help="Seed of order and augmentation.")] = 0,
     device: o.Device = None,
 ) -> None:
