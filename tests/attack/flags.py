@@ -159,10 +159,13 @@ def without(arguments: list[str], flag: str) -> list[str]:
 
 def warm_up(inputs: Inputs) -> None:
     """Import here what every process after a fork would import again: the rest of rich, timm and the commands."""
+    given, interrupted = sys.argv, signal.getsignal(signal.SIGINT)
     for words, _ in commands():
         sys.argv = ["diffrate", *words, *inputs.arguments(words), "--no-such-flag"]
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit):
             main()
+    sys.argv = given
+    signal.signal(signal.SIGINT, interrupted)
     gc.collect()
     gc.freeze()  # a collection would copy all of it in every process
 

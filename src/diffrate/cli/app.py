@@ -88,6 +88,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="diffrate")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except DiffRateError as error:
         _refuse(str(error))
     except OSError as error:  # a full disk, a folder that is read-only, a name too long
@@ -101,18 +103,33 @@ def main() -> None:
             )
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and NO_MEMORY not in str(error):
             raise
-        _refuse("this takes more memory than there is: try a smaller batch size, image size or model")
+        _refuse(
+            "this takes more memory than there is: try a smaller batch size, image size or model; in a training "
+            "--accumulate runs the same batch in parts"
+        )
 
 
 def _end_when_interrupted_twice() -> None:
-    """The first Ctrl-C lets what runs clean up behind itself; the second ends at once, and shows no traceback."""
+    """The first Ctrl-C lets what runs clean up behind itself; the second ends at once, and shows no traceback.
 
-    def interrupted(*_: Any) -> NoReturn:
+    A terminal sends it to the processes that read images too: those wait for what this one does.
+    """
+    own = os.getpid()
+
+    def interrupted(*_: Any) -> None:
+        if os.getpid() != own:
+            sys.excepthook = _silent
+            return
+        sys.unraisablehook = _silent  # of what was half made when this came
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupted)
+
+
+def _silent(*_: Any) -> None:
+    pass
 
 
 def _refuse(sentence: str) -> NoReturn:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ from diffrate.compressed import CompressedModel, compress
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import evaluate
 from diffrate.models import first_line
+from diffrate.portions import Portions
 from diffrate.processes import together
 from diffrate.run_folder import RunFolder
 from diffrate.schedule import Schedule
-from diffrate.training.batches import training_batches, validation_batches
+from diffrate.training.batches import Part, training_batches, validation_batches
 from diffrate.training.checkpoint import (
     Progress,
     gather_state,
@@ -188,6 +190,9 @@ class Run:
             _set_checkpointing(model, True)
         self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.running: Any = torch.compile(self.prepared) if recipe.compile else self.prepared
+        # Of several processes none can try a step again alone: they rehearse the first one.
+        self.portions = Portions("the training", splits=self.processes == 1)
+        self.rehearsed = False
         self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps)
         self.now = Progress()
         if resume and (output / STATE).is_file():
@@ -253,25 +258,67 @@ class Run:
     def _step(self, parts: Any) -> Tensor:
         """One step of the optimiser; the mean loss of this process's parts of it."""
         now, recipe, accelerator = self.now, self.recipe, self.accelerator
-        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        drawn = []
         for part in range(recipe.accumulate):
-            images, labels = next(parts)
-            self._seed(self.process * recipe.accumulate + part)
-            with accelerator.accumulate(self.prepared):
-                with accelerator.autocast():  # for the teacher: what accelerate prepared has its own
-                    loss = self.objective(self.running, images, labels)
-                accelerator.backward(loss)
-                if recipe.clip_grad and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(self.prepared.parameters(), recipe.clip_grad)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            total += loss.detach() / recipe.accumulate
+            self._seed(part)
+            drawn.append(self.objective.mixed(*next(parts)))
+        if self.processes > 1 and not self.sharded and not self.rehearsed:
+            self._rehearse(drawn)
+        total = self.portions.fitted(lambda some: self._gradients(drawn, some), len(drawn[0][0]))
+        if recipe.clip_grad:
+            accelerator.clip_grad_norm_(self.prepared.parameters(), recipe.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         now.step += 1
         self.scheduler.step_update(now.step)
         if self.ema is not None:
             self.ema.update(self.model, now.step)
         self.bar.advance()
         return total
+
+    def _gradients(self, drawn: list[Part], portions: list[slice]) -> Tensor:
+        """Forward and backward of a step's parts, each in portions; their mean loss. What was there is forgotten."""
+        recipe, accelerator = self.recipe, self.accelerator
+        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        accelerator.step = 0
+        self.prepared.zero_grad()
+        for part, (images, labels) in enumerate(drawn):
+            self._seed(self.process * recipe.accumulate + part)
+            with accelerator.accumulate(self.prepared):
+                for portion in portions:
+                    last = portion.stop == len(images)
+                    share = (portion.stop - portion.start) / len(images)
+                    # Processes add their gradients up in the backward pass of the last portion.
+                    with nullcontext() if last else accelerator.no_sync(self.prepared):
+                        with accelerator.autocast():  # for the teacher: what accelerate prepared has its own
+                            loss = self.objective(self.running, images[portion], labels[portion])
+                        accelerator.backward(loss if share == 1 else share * loss)
+                    total += share * loss.detach() / recipe.accumulate
+        return total
+
+    def _rehearse(self, drawn: list[Part]) -> None:
+        """Before the first step of several processes: find what each has memory for, and take the least.
+
+        Later, in the middle of adding up gradients, one of them could not try again alone.
+        """
+
+        def alone(portions: list[slice]) -> None:
+            with self.accelerator.no_sync(self.prepared):
+                images, labels = drawn[0]
+                for portion in portions:
+                    with self.accelerator.autocast():
+                        loss = self.objective(self.running, images[portion], labels[portion])
+                    self.accelerator.backward(loss)
+
+        count = len(drawn[0][0])
+        self._seed(0)
+        self.portions.splits = True
+        self.portions.fitted(alone, count)
+        self.prepared.zero_grad()
+        fits = torch.tensor([self.portions.most or count], device=self.accelerator.device)
+        least = int(self.accelerator.gather(fits).min())
+        self.portions.most = None if least == count else least
+        self.portions.splits, self.rehearsed = False, True
 
     def _seed(self, part: int) -> None:
         """All that is random in a part of a step by its number: each is mixed as the whole batch, but drops its own."""
