@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import diffrate
+from attack.kill import start
 from conftest import random_vit
 from diffrate.bench import bench_search
 from diffrate.compare import compare
@@ -157,18 +161,13 @@ def test_a_search_finds_the_same_in_portions(recipe: str) -> None:
     assert [step["loss"] for step in lean] == pytest.approx([step["loss"] for step in expected], rel=2e-3)
 
 
-def tuned(model: nn.Module, folder: Path, **changes: object) -> dict[str, Tensor]:
-    """Mixing, augmentation's seeds, clipping, distillation and the average are in; what each process drops is not."""
-    settings = {
-        "epochs": 2,
-        "batch_size": 8,
-        "precision": "no",
-        "lr": 1e-3,
-        "clip_grad": 1.0,
-        "ema_decay": 0.9,
-    }
+def tuned(
+    model: nn.Module, folder: Path, accelerator: Accelerator | None = None, **changes: object
+) -> dict[str, Tensor]:
+    """By an optimiser that does not forgive gradients of another length."""
+    settings = {"epochs": 2, "batch_size": 8, "precision": "no", "lr": 1e-3, "opt": "sgd"}
     recipe = replace(FINETUNE, **(settings | changes))
-    finetune(model, SCHEDULE, images(24), images(8), folder, recipe, progress=False)
+    finetune(model, SCHEDULE, images(24), images(8), folder, recipe, progress=False, accelerator=accelerator)
     return load_file(folder / "last.safetensors")
 
 
@@ -232,3 +231,21 @@ def test_the_command_line_says_so(diffrate_cli: Callable, eval_flags: list, monk
         ran = diffrate_cli(*eval_flags)
     assert ran.code == 0, ran.err
     assert "Note: 5 images at once take more memory than there is: the evaluation goes on with 3" in ran.err
+
+
+@pytest.mark.slow
+def test_two_processes_agree_on_the_portion_of_the_one_with_less_memory(tmp_path: Path) -> None:
+    """One has memory for 3 images, the other for all 4 of its share; neither could go back alone in a backward pass."""
+
+    def job() -> None:
+        warnings.simplefilter("ignore")
+        seen: list[int] = []
+        most = 3 if os.environ["RANK"] == "1" else 100
+        tuned(short_of_memory(random_vit(), most, seen), tmp_path / "two", accelerator=Accelerator(cpu=True))
+        (tmp_path / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+    assert [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in start(job, 2)] == [0, 0]
+    check_equal(load_file(tmp_path / "two" / "last.safetensors"), tuned(random_vit(), tmp_path / "one"))
+    ample, short = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert ample[:7] == [4] + 6 * [2]  # it tried, and then went along, three steps an epoch
+    assert max(short) == 2

@@ -65,7 +65,7 @@ def ctrl_c(folder: Path, each: int, seed: int = 0) -> Tally:
         assert code == 0, said
         lasts = time.monotonic() - started
         for number in range(each):
-            moment, again = chance.uniform(0.02, 1.0) * lasts, chance.choice((0.0, 0.001, 0.1))
+            moment, again = 0.1 + chance.random() * lasts, chance.choice((0.0, 0.001, 0.1))
             before = interrupted(moment, again if number % 2 else None)
             code, said, _ = run_alone(folder / "work", good, before=before)
             ended = {0: ACCEPTED, 130: REFUSED}.get(code, f"exit code {code}")
