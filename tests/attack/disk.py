@@ -11,13 +11,13 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-from attack.flags import Inputs, commands, judged, patience, run_alone, warm_up
+from attack.flags import Inputs, commands, judged, patience, run_alone
 from attack.outcome import REFUSED, Tally
 
 ROOMS = (0, 4, 8, 16, 64)  # KiB that the disk still has
@@ -47,9 +47,11 @@ def unprivileged() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def writing(inputs: Inputs, place: Path) -> Iterator[tuple[str, list[str]]]:
-    """Every command that writes, with what it writes at a place."""
+def writing(inputs: Inputs, place: Path, only: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Every command that writes, or those of them that are named, with what it writes at a place."""
     for words, command in commands():
+        if only and " ".join(words) not in only:
+            continue
         arguments = inputs.arguments(words)
         if any("--json" in parameter.opts for parameter in command.params):
             arguments = [*arguments, "--json", "new.json"]
@@ -58,13 +60,12 @@ def writing(inputs: Inputs, place: Path) -> Iterator[tuple[str, list[str]]]:
             yield " ".join(words), [*words, *moved]
 
 
-def read_only(folder: Path) -> Tally:
+def read_only(inputs: Inputs, folder: Path, only: Sequence[str] = ()) -> Tally:
     """Each must be refused, and nothing be there."""
-    inputs, tally = Inputs(folder / "inputs"), Tally()
-    warm_up(inputs)
+    tally = Tally()
     place = folder / "read-only"
     place.mkdir(mode=0o555)
-    for name, arguments in writing(inputs, place):
+    for name, arguments in writing(inputs, place, only):
         code, said, _ = run_alone(folder / "work", arguments, before=unprivileged)
         left = [str(path) for path in place.iterdir()]
         ended = judged("", arguments, code, said, left)
@@ -76,12 +77,11 @@ def read_only(folder: Path) -> Tally:
     return tally
 
 
-def full(folder: Path, rooms: tuple[int, ...] = ROOMS) -> Tally:
+def full(inputs: Inputs, folder: Path, rooms: Sequence[int] = ROOMS, only: Sequence[str] = ()) -> Tally:
     """Each must end well, or be refused; whatever file is there must be whole."""
-    inputs, tally = Inputs(folder / "inputs"), Tally()
-    warm_up(inputs)
+    tally = Tally()
     for room in rooms:
-        for name, arguments in writing(inputs, folder / "disk"):
+        for name, arguments in writing(inputs, folder / "disk", only):
             with small_disk(folder / "disk", room):
                 code, said, _ = run_alone(folder / "work", arguments, patience("", arguments))
                 left = [path for path in (folder / "disk").rglob("*") if path.is_file()]

@@ -6,7 +6,6 @@ need: a refusal takes a quarter of a second. It must end well or with exit code 
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import os
@@ -157,8 +156,15 @@ def without(arguments: list[str], flag: str) -> list[str]:
     return arguments[:place] + arguments[place + 2 :]
 
 
+def ready(folder: Path) -> Inputs:
+    """The inputs, in a process that has imported what every process after a fork would import again."""
+    inputs = Inputs(folder)
+    warm_up(inputs)
+    return inputs
+
+
 def warm_up(inputs: Inputs) -> None:
-    """Import here what every process after a fork would import again: the rest of rich, timm and the commands."""
+    """Let every command refuse something: the rest of rich, timm and the commands is then imported."""
     given, interrupted = sys.argv, signal.getsignal(signal.SIGINT)
     for words, _ in commands():
         sys.argv = ["diffrate", *words, *inputs.arguments(words), "--no-such-flag"]
@@ -166,8 +172,6 @@ def warm_up(inputs: Inputs) -> None:
             main()
     sys.argv = given
     signal.signal(signal.SIGINT, interrupted)
-    gc.collect()
-    gc.freeze()  # a collection would copy all of it in every process
 
 
 def run_alone(
@@ -251,10 +255,9 @@ def judged(flag: str, arguments: list[str], code: int | None, said: str, left: l
     return REFUSED if "Error" in said else "no sentence"
 
 
-def attack(folder: Path, values: int, seed: int = 0, every: int = 1) -> Tally:
+def attack(inputs: Inputs, folder: Path, values: int, seed: int = 0, every: int = 1) -> Tally:
     """`values` of the values for every flag; of all these attacks every so many."""
-    inputs, tally = Inputs(folder / "inputs"), Tally()
-    warm_up(inputs)
+    tally = Tally()
     attacks = list(every_attack(inputs, values, random.Random(seed)))
     for flag, arguments in attacks[seed % every :: every]:
         code, said, left = run_alone(folder / "work", arguments, patience(flag, arguments))

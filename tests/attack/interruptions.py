@@ -11,11 +11,11 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attack.disk import whole
-from attack.flags import Inputs, run_alone, warm_up
+from attack.flags import Inputs, run_alone
 from attack.outcome import ACCEPTED, REFUSED, Tally
 
 RESUMED = ("search", "cosearch", "finetune", "train")
@@ -53,11 +53,10 @@ def kill_a_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def ctrl_c(folder: Path, each: int, seed: int = 0) -> Tally:
+def ctrl_c(inputs: Inputs, folder: Path, each: int, seed: int = 0, only: Sequence[str] = BROKEN_OFF) -> Tally:
     """Every command `each` times, at random moments; every second time twice."""
-    inputs, tally, chance = Inputs(folder / "inputs"), Tally(), random.Random(seed)
-    warm_up(inputs)
-    for name in BROKEN_OFF:
+    tally, chance = Tally(), random.Random(seed)
+    for name in only:
         good = [name, *inputs.arguments((name,))]
         good = with_workers(good) if name in READING else good
         started = time.monotonic()
@@ -73,11 +72,10 @@ def ctrl_c(folder: Path, each: int, seed: int = 0) -> Tally:
     return tally
 
 
-def dead_workers(folder: Path) -> Tally:
+def dead_workers(inputs: Inputs, folder: Path, only: Sequence[str] = READING) -> Tally:
     """Every command that reads images by processes of its own, of which one dies."""
-    inputs, tally = Inputs(folder / "inputs"), Tally()
-    warm_up(inputs)
-    for name in READING:
+    tally = Tally()
+    for name in only:
         good = with_workers([name, *inputs.arguments((name,))])
         code, said, _ = run_alone(folder / "work", good, before=kill_a_worker)
         ended = f"exit code {code}"

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure  # noqa: F401 - for the plots of a search
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -63,8 +64,8 @@ def tune(folder: Path, resume: bool) -> None:
 def cosearch(folder: Path, resume: bool) -> None:
     report.SAVE_SECONDS = 0.0
     diffrate.cosearch(
-        random_vit(), images(16), "60%,0.5ms", rounds=2, hardware_steps=4, steps=3, batch_size=2, progress=False,
-        output=folder, resume=resume, accelerator=Accelerator(cpu=True),
+        random_vit(), images(16), "60%,0.5ms", rounds=2, hardware_steps=4, largest_array=8, steps=3, batch_size=2,
+        progress=False, output=folder, resume=resume, accelerator=Accelerator(cpu=True),
     )  # fmt: skip
 
 

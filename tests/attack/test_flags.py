@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from attack.flags import Inputs, attack, commands
+from attack.flags import Inputs, attack, commands, ready
 
 
 def test_every_command_is_attacked(tmp_path: Path) -> None:
@@ -17,6 +17,6 @@ def test_every_command_is_attacked(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wrong_and_extreme_values(tmp_path: Path) -> None:
-    found = attack(tmp_path, values=1, seed=11, every=37)
+    found = attack(ready(tmp_path / "inputs"), tmp_path, values=1, seed=11, every=37)
     assert found.ended.total() >= 10
     assert not found.defects
