@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ def together(processes: int, what: str, state: Path | None) -> Iterator[None]:
             raise
         saved = state is not None and state.is_file()
         there = f"--resume goes on from {state}" if saved else "no state was saved yet"
-        raise DiffRateError(
-            f"another process of this {what} has ended ({first_line(error)}); {there}"
-        ) from error
+        reason = re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[
+            0
+        ]  # without gloo's file, line and wishes
+        raise DiffRateError(f"another process of this {what} has ended ({reason}); {there}") from error

@@ -337,6 +337,7 @@ def test_cosearch_learns_rates_and_design(model, data, tmp_path):
         diffrate.cosearch(model, data, "70%,5ms", output=tmp_path / "co")
 
 
+@pytest.mark.slow
 def test_a_broken_off_cosearch_goes_on_to_the_same_result(data, tmp_path, monkeypatch):
     model, budget = random_vit(), "60%,0.5ms"
     options = {"rounds": 2, "hardware_steps": 2, "largest_array": 8}  # which leaves few designs, and is quick
