@@ -1,4 +1,7 @@
-"""All attacks in full: `make attack`, or PYTHONPATH=tests python -m attack OUTPUT.json [--files N] […]."""
+"""All attacks in full: `make attack`, or PYTHONPATH=tests python -m attack OUTPUT.json [--files N] […].
+
+Parts that are not asked for stay in the file as they were; each says with which commit it ran.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ import torch
 
 from attack import disk, files, flags, images, interruptions, kill
 from conftest import random_vit
-from diffrate.results import write_results
+from diffrate.results import commit, write_results
+
+
+def known(file: Path) -> dict[str, Any]:
+    """The parts in a file that an earlier attack has written."""
+    if not file.exists():
+        return {}
+    record = json.loads(file.read_text())
+    return {part: {"commit": record["commit"], **counts} for part, counts in record["results"].items()}
 
 
 def main() -> None:
@@ -26,6 +37,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=150, help="of each kind")
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--kills", type=int, default=25, help="of each job, on one process and on two")
+    parser.add_argument("--jobs", nargs="*", default=list(kill.JOBS), help="to be killed")
     parser.add_argument("--interruptions", type=int, default=10, help="of each command by Ctrl-C")
     parser.add_argument(
         "--values", type=int, default=8, help="for each flag; 0 leaves out what attacks commands"
@@ -33,12 +45,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="of the flags' attacks only every so many")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    command = shlex.join(["python", "-m", "attack", *sys.argv[1:]])
 
     def keep(part: str, counts: dict[str, Any]) -> None:
-        found[part] = {**counts, "seconds": round(time.monotonic() - started, 1)}
+        found = known(asked.output)
+        found[part] = {**counts, "seconds": round(time.monotonic() - started, 1), "commit": commit()}
         print(part, json.dumps(found[part]), flush=True)
-        write_results(asked.output, shlex.join(["python", "-m", "attack", *sys.argv[1:]]), found)
+        write_results(asked.output, command, found)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -53,7 +66,7 @@ def main() -> None:
             for kind in targets.uses:
                 started = time.monotonic()
                 keep(f"files: {kind}", targets.attack(kind, asked.files).to_dict())
-        for job in kill.JOBS if asked.kills else ():
+        for job in asked.jobs if asked.kills else ():
             for processes in (1, 2):
                 started = time.monotonic()
                 found_here = kill.attack(job, folder / f"{job} {processes}", asked.kills, processes)

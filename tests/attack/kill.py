@@ -169,7 +169,7 @@ def attack(name: str, folder: Path, kills: int, processes: int = 1, seed: int = 
     job, chance = JOBS[name], random.Random(seed)
     started = time.monotonic()
     assert go_on(job, folder / "whole", processes) == [0] * processes
-    lasts = time.monotonic() - started
+    lasts = moments = time.monotonic() - started
     expected = result(folder / "whole")
     found = dict.fromkeys(
         ("kills", "after_a_state_was_saved", "ended_before_the_kill", "survivors", "survivors_with_a_sentence",
@@ -180,9 +180,10 @@ def attack(name: str, folder: Path, kills: int, processes: int = 1, seed: int = 
         shutil.rmtree(work, ignore_errors=True)
         for _ in range(min(chance.randint(1, 3), kills - found["kills"])):
             victims = chance.choice([(0,)] if processes == 1 else [(0,), (1,), (0, 1)])
-            codes = go_on(job, work, processes, chance.uniform(0.05, 1.0) * lasts, victims)
+            codes = go_on(job, work, processes, chance.uniform(0.05, 1.0) * moments, victims)
             if not any(codes[victim] == -signal.SIGKILL for victim in victims):
                 found["ended_before_the_kill"] += 1
+                moments *= 0.8  # the machine was busier during the undisturbed run
                 continue
             found["kills"] += 1
             found["after_a_state_was_saved"] += any(work.glob("**/state.*"))
