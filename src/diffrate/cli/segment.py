@@ -79,6 +79,8 @@ def train_command(
         seed=seed,
     )
     check_target(output / SETTINGS)
+    if (output / SETTINGS).exists():
+        raise DiffRateError(f"{output} already holds a segmentation model: choose another folder")
     scenes, validation = load_scenes(data_dir, "train"), load_scenes(data_dir, "val")
     segmenter = build_segmenter(model, len(CLASSES), scenes.size, checkpoint, width, drop_path)
     trained = train_segmenter(segmenter, scenes, validation, where, recipe, max_minutes)

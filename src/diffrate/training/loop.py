@@ -21,8 +21,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from safetensors.torch import load_file
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -30,7 +28,6 @@ from torch.utils.data import Dataset
 from diffrate.compressed import CompressedModel, compress
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import evaluate
-from diffrate.models import first_line
 from diffrate.portions import Portions
 from diffrate.processes import together
 from diffrate.run_folder import RunFolder
@@ -46,6 +43,7 @@ from diffrate.training.checkpoint import (
     write_tensors,
 )
 from diffrate.training.objective import Objective
+from diffrate.training.optimizer import build_optimizer
 from diffrate.training.recipe import FINETUNE, Recipe
 from diffrate.training.report import Bar
 
@@ -174,7 +172,7 @@ class Run:
             "recipe": asdict(recipe), "images": len(dataset), "origin": origin,  # type: ignore[arg-type]
             "schedule": model.schedule.to_dict() if isinstance(model, CompressedModel) else None,
         }  # fmt: skip
-        optimizer, self.scheduler = _optimizer(model, recipe, self.steps, device)
+        optimizer, self.scheduler = build_optimizer(model, recipe, self.steps, device)
         self.folder = RunFolder(output, config, resume, self.accelerator, "training")
         model.to(device)
         set_seed(recipe.seed)
@@ -260,8 +258,9 @@ class Run:
         now, recipe, accelerator = self.now, self.recipe, self.accelerator
         drawn = []
         for part in range(recipe.accumulate):
+            images, labels = next(parts)
             self._seed(part)
-            drawn.append(self.objective.mixed(*next(parts)))
+            drawn.append(self.objective.mixed(images, labels))  # once: it happens in place
         if self.processes > 1 and not self.sharded and not self.rehearsed:
             self._rehearse(drawn)
         total = self.portions.fitted(lambda some: self._gradients(drawn, some), len(drawn[0][0]))
@@ -299,7 +298,8 @@ class Run:
     def _rehearse(self, drawn: list[Part]) -> None:
         """Before the first step of several processes: find what each has memory for, and take the least.
 
-        Later, in the middle of adding up gradients, one of them could not try again alone.
+        Later, in the middle of adding up gradients, one of them could not try again alone. Uncompiled, which takes no
+        less memory and saves compiling what runs once.
         """
 
         def alone(portions: list[slice]) -> None:
@@ -307,7 +307,7 @@ class Run:
                 images, labels = drawn[0]
                 for portion in portions:
                     with self.accelerator.autocast():
-                        loss = self.objective(self.running, images[portion], labels[portion])
+                        loss = self.objective(self.prepared, images[portion], labels[portion])
                     self.accelerator.backward(loss)
 
         count = len(drawn[0][0])
@@ -369,34 +369,6 @@ class Run:
         pace = min(epoch["seconds"] for epoch in self.now.history)
         late = float(time.monotonic() - self.begin + pace > 60 * max_minutes)
         return not self.accelerator.reduce(torch.tensor(late, device=self.accelerator.device), "sum").item()
-
-
-def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.device) -> tuple[Any, Any]:
-    """timm's optimiser and cosine for the model's own parameters; a compressed model shares them."""
-    whole = model.original if isinstance(model, CompressedModel) else model
-    fused: dict[str, Any] = {"fused": True} if recipe.opt == "adamw" and device.type == "cuda" else {}
-    try:
-        optimizer = create_optimizer_v2(
-            whole,
-            recipe.opt,
-            lr=recipe.lr,
-            weight_decay=recipe.weight_decay,
-            layer_decay=recipe.layer_decay if recipe.layer_decay < 1 else None,
-            **fused,
-        )
-    except (ValueError, AssertionError, AttributeError) as error:
-        raise DiffRateError(f"timm cannot make the optimiser {recipe.opt}: {first_line(error)}") from error
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        num_epochs=recipe.epochs,
-        warmup_epochs=min(recipe.warmup_epochs, recipe.epochs // 2),
-        warmup_lr=recipe.warmup_lr,
-        min_lr=recipe.min_lr,
-        step_on_epochs=False,
-        updates_per_epoch=steps,
-    )
-    scheduler.step_update(0)
-    return optimizer, scheduler
 
 
 def _set_checkpointing(model: nn.Module, on: bool) -> None:
