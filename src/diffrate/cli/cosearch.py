@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from diffrate.cli import costs as c
@@ -82,7 +83,9 @@ def cosearch_command(
     ] = None,
     clock_mhz: c.ClockMhz = c.CLOCK,
     dram_pj: c.DramPj = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the search.", min=0, rich_help_panel=COSEARCH)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the search.", min=0, max=2**31 - 1, rich_help_panel=COSEARCH)
+    ] = 0,
     resume: Annotated[
         bool,
         typer.Option(
@@ -108,6 +111,9 @@ def cosearch_command(
     check_target(output / "design.json")
     where = resolve_device(device)
     size = None if img_size is None else o.read_size(img_size)
+    torch.manual_seed(
+        seed
+    )  # for weights that are not given: every process, and a resumed run, must have the same
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
     start = None if schedule is None else o.read_schedule(schedule, whole, model)
     accelerator = start_accelerator(where, "fp16" if where.type == "cuda" else "no", None, output)

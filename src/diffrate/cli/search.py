@@ -81,7 +81,9 @@ def search_command(
     held_out: Annotated[
         float, typer.Option(help="Share of the images that decides when to stop.", rich_help_panel=SEARCH)
     ] = 0.2,
-    seed: Annotated[int, typer.Option(help="Seed of the images' order.", min=0, rich_help_panel=SEARCH)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the images' order.", min=0, max=2**31 - 1, rich_help_panel=SEARCH)
+    ] = 0,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on with the search in the output folder.", rich_help_panel=SEARCH),
@@ -117,6 +119,9 @@ def search_command(
     kwargs = o.read_kwargs(model_kwargs)
     if recipe == "paper":
         kwargs = {"drop_path_rate": 0.1, **kwargs}
+    torch.manual_seed(
+        seed
+    )  # for weights that are not given: every process, and a resumed run, must have the same
     whole = load_model(model, checkpoint, pretrained, num_classes, size, kwargs)
     costs = c.read_costs(
         whole, model, device, profile_table, profile_batch_size, profile_dtype, any_table, hardware, clock_mhz, dram_pj
