@@ -30,7 +30,7 @@ docs: setup  # build/site/index.html opens from disk; `make test` builds it too,
 test: lint
 	$(BIN)/python -m pytest
 
-attack: setup  # damaged files and images, kills and wrong flags in full: about half an hour
+attack: setup  # damaged files and images, kills, interruptions, full disks and wrong flags: about an hour
 	PYTHONPATH=tests $(BIN)/python -m attack results/attacks_cpu.json
 
 load: setup  # 200,000 images, 10,000 forward passes, two minutes of requests: about half an hour

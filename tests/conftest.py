@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,8 +100,10 @@ def diffrate_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     def run(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["diffrate", *map(str, arguments)])
         capsys.readouterr()
+        interrupted = signal.getsignal(signal.SIGINT)
         with pytest.raises(SystemExit) as ended:
             main()
+        signal.signal(signal.SIGINT, interrupted)
         captured = capsys.readouterr()
         return Ran(int(ended.value.code or 0), captured.out, captured.err)
 

@@ -16,6 +16,7 @@ from diffrate.devices import autocast, now
 from diffrate.errors import DiffRateError
 from diffrate.modes import frozen
 from diffrate.outputs import main_output
+from diffrate.portions import Portions, largest_that_fits
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import Space
 from diffrate.searching.starts import starts
@@ -32,6 +33,7 @@ class StepTime:
     ms: float
     spread_ms: float
     peak_gib: float | None  # None where the device does not tell
+    batch_size: int
 
 
 def bench_search(
@@ -43,12 +45,32 @@ def bench_search(
     amp_dtype: str = "float16",
     repeats: int = 20,
 ) -> list[StepTime]:
-    """Time a plain forward+backward and a step of each recipe on random images and labels, in turns."""
+    """Time a plain forward+backward and a step of each recipe on random images and labels, in turns.
+
+    A batch for which there is no memory is halved until there is.
+    """
     where = torch.device(device)
     classes = int(getattr(model, "num_classes", 0))
     if classes < 1:
         raise DiffRateError("the model has no classifier, so its search steps cannot be timed")
     model.to(where)
+
+    def timed(batch_size: int) -> list[StepTime]:
+        return _timed(model, batch_size, budget_share, classes, where, amp, amp_dtype, repeats)
+
+    return largest_that_fits(timed, batch_size, "what is timed")
+
+
+def _timed(
+    model: nn.Module,
+    batch_size: int,
+    budget_share: float,
+    classes: int,
+    where: torch.device,
+    amp: bool,
+    amp_dtype: str,
+    repeats: int,
+) -> list[StepTime]:
     with frozen(model):
         runs = _runs(model, batch_size, budget_share, classes, 10 * repeats, where)
         times: dict[str, list[float]] = {name: [] for name in runs}
@@ -60,7 +82,10 @@ def bench_search(
                     times[name].append(1000 * seconds)
                 if peak is not None:
                     peaks[name] = max(peak, peaks.get(name, 0.0))  # a replayed graph allocates only once
-    return [StepTime(name, statistics.median(ms), _spread(ms), peaks.get(name)) for name, ms in times.items()]
+    return [
+        StepTime(name, statistics.median(ms), _spread(ms), peaks.get(name), batch_size)
+        for name, ms in times.items()
+    ]
 
 
 def _runs(
@@ -81,6 +106,7 @@ def _runs(
     by_slopes = fast.FastRecipe(
         Subject(model), space, checked_operator(fast.OPERATOR, layout), budget, steps, start, 0, alone
     )
+    by_masks.portions = by_slopes.portions = Portions("", splits=False)  # all three are of one batch
     return {
         "plain forward + backward": lambda: plain_step(backbone, images, labels),
         "paper recipe step": lambda: by_masks.step(images, labels),

@@ -38,6 +38,7 @@ MORE_EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff")  # timm alone knows png, jp
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 MOST_WORKERS = 256
+LARGEST_BATCH = 1 << 20
 SMALLEST_CROP = 0.05  # of a side: images are resized to the model's size divided by it
 LONGEST_SHAPE = 200  # times as long as high: nothing that looks at squares sees anything in longer ones
 TRAIN_SPLITS = ("train", "training", "search")
@@ -208,8 +209,10 @@ def build_loader(
     other names are numbered in sorted order. `labels=False` reads any folder of images, flat or nested.
     `most` limits the images: of folders evenly spread, of other datasets the first.
     """
-    if batch_size < 1 or not 0 <= workers <= MOST_WORKERS:
-        raise DiffRateError(f"batch size must be at least 1 and workers from 0 to {MOST_WORKERS}")
+    if not 1 <= batch_size <= LARGEST_BATCH or not 0 <= workers <= MOST_WORKERS:
+        raise DiffRateError(
+            f"batch size must be from 1 to {LARGEST_BATCH} and workers from 0 to {MOST_WORKERS}"
+        )
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     images = build_dataset(
         data_dir, dataset, split, class_map, labels, batch_size=batch_size, mode=image_mode(config)
@@ -302,7 +305,11 @@ def build_dataset(
 ) -> Any:
     """The images behind timm's `--data-dir --dataset --split` flags; `usual` are the splits to look for without one."""
     root = data_dir
-    if "/" not in dataset:
+    if dataset and "/" not in dataset:
+        raise DiffRateError(
+            f"a dataset is named hfds/…, wds/… or torch/…, unlike {shown(dataset)}: leave it out to read folders"
+        )
+    if not dataset:
         if data_dir is None:
             raise DiffRateError("give --data-dir, the folder with the images")
         root = find_folder(Path(data_dir), split, usual)
@@ -341,8 +348,8 @@ def find_folder(data_dir: Path, split: str | None, usual: tuple[str, ...] = EVAL
     if not data_dir.is_dir():  # timm would read an archive, and a pickled list of what is in it
         raise DiffRateError(f"{data_dir} is no folder: give --data-dir, the folder with the images")
     if split is not None:
-        if not (data_dir / split).is_dir():
-            raise DiffRateError(f"data folder {data_dir} has no split '{split}'")
+        if not split or not (data_dir / split).is_dir():
+            raise DiffRateError(f"data folder {data_dir} has no split {shown(split)}")
         return data_dir / split
     return next((data_dir / name for name in usual if (data_dir / name).is_dir()), data_dir)
 

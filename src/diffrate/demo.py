@@ -7,6 +7,7 @@ other things the speeds still mean little.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from diffrate.methods import build
 from diffrate.pictures import quarters, stacked, strip
 from diffrate.report import measured, write_report
 from diffrate.results import check_target, write_results
+from diffrate.schedule import write_bytes
 from diffrate.searching import search
 from diffrate.token_maps import token_maps
 
@@ -85,7 +87,8 @@ def demo(
     say(f"Comparing {len(models)} models on {images:,} test images …")
     device = next(whole.parameters()).device
     contenders = contend(models, _batches(images), device)
-    _picture(models["diffrate search"]).save(output / "tokens.png")
+    _picture(models["diffrate search"]).save(content := io.BytesIO(), "png")
+    write_bytes(output / "tokens.png", content.getvalue())
     results = {
         "images": images,
         "batch_size": BATCH_SIZE,

@@ -23,6 +23,7 @@ from diffrate.errors import DiffRateError
 from diffrate.modes import evaluating
 from diffrate.outputs import main_output
 from diffrate.paired import bootstrap_intervals, mcnemar
+from diffrate.portions import Portions
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,13 @@ def evaluate(
     for each in models:
         each.to(device)
     runs = [_Run() for _ in models]
+    portions = Portions("the evaluation")
     with evaluating(*models), torch.inference_mode():
         for images, labels in _tracked(loader, progress):
             images, labels = images.to(device), labels.to(device)
             for each, run in zip(models, runs, strict=True):
-                start = now(device)
-                with autocast(device, amp, amp_dtype):
-                    logits = main_output(each(images))
-                run.add(logits, labels, now(device) - start)
+                logits, seconds = _timed(each, images, portions, amp, amp_dtype)
+                run.add(logits, labels, seconds)
     results = [run.summary() for run in runs]
     if compare is None:
         return Evaluation(**results[0])
@@ -109,6 +109,7 @@ def evaluate_in_turn(
     device = torch.device(device)
     names = list(models)
     runs = {name: _Run() for name in names}
+    portions = Portions("the evaluation")
     for model in models.values():
         model.to(device)
     with evaluating(*models.values()), torch.inference_mode():
@@ -116,20 +117,35 @@ def evaluate_in_turn(
             images, labels = images.to(device), labels.to(device)
             if warm_up and i == 0:
                 for model in models.values():
-                    with autocast(device, amp, amp_dtype):
-                        model(images)
+                    _timed(model, images, portions, amp, amp_dtype)
             for name in names[i % len(names) :] + names[: i % len(names)]:
-                start = now(device)
-                with autocast(device, amp, amp_dtype):
-                    logits = main_output(models[name](images))
-                runs[name].add(logits, labels, now(device) - start)
+                logits, seconds = _timed(models[name], images, portions, amp, amp_dtype)
+                runs[name].add(logits, labels, seconds)
                 if after is not None:
                     with autocast(device, amp, amp_dtype):
-                        after(name, images)
+                        for part in images.split(portions.most or len(images)):
+                            after(name, part)
     return {
         name: Evaluation(**{**run.summary(), "images_per_second": run.median_speed()})
         for name, run in runs.items()
     }
+
+
+def _timed(
+    model: nn.Module, images: Tensor, portions: Portions, amp: bool, amp_dtype: str
+) -> tuple[Tensor, float]:
+    """Logits and the seconds they took, without those of attempts for which there was no memory."""
+    device, started = images.device, 0.0
+
+    def run(parts: list[slice]) -> Tensor:
+        nonlocal started
+        started = now(device)
+        with autocast(device, amp, amp_dtype):
+            logits = [main_output(model(images[part])) for part in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    answers = portions.fitted(run, len(images))
+    return answers, now(device) - started
 
 
 def compare_evaluations(model: Evaluation, reference: Evaluation) -> Comparison:

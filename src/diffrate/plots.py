@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffrate.errors import DiffRateError
+from diffrate.schedule import write_bytes
+
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from diffrate.compare import Compared
     from diffrate.costs.gemmini import Design, Workload
     from diffrate.schedule import Schedule
     from diffrate.searching.budget import Budget
+
+
+def check_format(path: Path) -> None:
+    """Raise where the name ends in nothing that a plot could be written as."""
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().lstrip(".") not in known:
+        raise DiffRateError(f"a plot is written as {', '.join(sorted(known))}, which {path} does not end in")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Whole or not at all, like every other file."""
+    check_format(path)
+    figure.savefig(content := io.BytesIO(), format=path.suffix.lower().lstrip("."), dpi=120)
+    write_bytes(path, content.getvalue())
 
 
 def kept_plot(history: list[dict[str, Any]], path: Path) -> None:
@@ -28,7 +50,7 @@ def kept_plot(history: list[dict[str, Any]], path: Path) -> None:
         axes.plot(entries[-1]["kept"], color="tab:red", marker="o", markersize=3, label="last step")
         axes.set(title=budget, xlabel="block", ylabel="tokens kept", ylim=(0, None))
         axes.legend()
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 def speed_plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -51,7 +73,7 @@ def speed_plot(rows: list[dict[str, Any]], path: Path) -> None:
             axes.annotate(row["name"], where, xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.set(xlabel="images/s", ylabel="top-1 %", title="throughput against accuracy")
     axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 def accuracy_plot(compared: Compared, path: Path, speed: bool = False) -> None:
@@ -83,7 +105,7 @@ def accuracy_plot(compared: Compared, path: Path, speed: bool = False) -> None:
         axes.axhline(whole.top1, color="black", linewidth=0.5, linestyle=":")
         axes.set(xlabel=x, ylabel="top-1 %")
     panels[0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 def design_plot(workload: Workload, schedule: Schedule, chosen: Design, target: Budget, path: Path) -> None:
@@ -110,4 +132,4 @@ def design_plot(workload: Workload, schedule: Schedule, chosen: Design, target: 
     axes.set(xscale="log", yscale="log", xlabel="latency, ms", ylabel="power at the given rate, mW")
     axes.set_title(f"{len(designs):,} designs; dotted: targets {target}", fontsize="medium")
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    _save(figure, path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,26 @@ class RunFolder:
         accelerator.wait_for_everyone()  # every process has looked before the first one writes
         if known is None:
             self.write("config.json", config)
+        if self.main and os.name == "posix":
+            self._lock(what)
+
+    def _lock(self, what: str) -> None:
+        """Lock the folder for this process alone, so that two runs do not write into it in turns.
+
+        The system takes the lock back when the process ends, however it ends; a worker that outlives it has none.
+        """
+        import fcntl
+
+        assert self.path is not None
+        file = os.open(self.path / "config.json", os.O_RDWR)
+        weakref.finalize(self, os.close, file)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # otherwise the file system has no locks
+                raise DiffRateError(
+                    f"another {what} is at work in {self.path}: wait for it, or choose another folder"
+                ) from error
 
     def write(self, name: str, values: dict[str, Any]) -> None:
         if self.path is not None and self.main:

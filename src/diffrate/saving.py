@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialized
 
 import diffrate
 from diffrate.compressed import CompressedModel, compress
@@ -35,6 +36,7 @@ from diffrate.schedule import Schedule
 FORMAT = "diffrate.model"
 VERSION = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+UNFINISHED = ".being-written."
 LONGEST_CONFIG = 1 << 22  # bytes: names of classes are the longest part
 PREPROCESSING = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
 
@@ -61,7 +63,7 @@ def save(
         name: tensor.detach().cpu().contiguous().clone() for name, tensor in compressed.state_dict().items()
     }
     with landing(Path(folder)) as made:
-        save_file(state, made / WEIGHTS, metadata={"format": "pt"})
+        (made / WEIGHTS).write_bytes(serialized(state, metadata={"format": "pt"}))
         config = {
             "format": FORMAT,
             "version": VERSION,
@@ -114,7 +116,7 @@ def landing(target: Path) -> Iterator[Path]:
     new = [folder for folder in (target, *target.parents) if not folder.exists()]
     try:
         target.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=target, prefix=".being-written."))
+        made = Path(tempfile.mkdtemp(dir=target, prefix=UNFINISHED))
         try:
             yield made
             for file in sorted(made.iterdir()):
@@ -126,7 +128,10 @@ def landing(target: Path) -> Iterator[Path]:
             for folder in new:
                 folder.rmdir()
     except OSError as error:
-        raise DiffRateError(f"cannot write {target}: {error.strerror or error}") from error
+        asked = (
+            target.parent if target.name.startswith(UNFINISHED) else target
+        )  # an export lands what `save` landed
+        raise DiffRateError(f"cannot write {asked}: {error.strerror or error}") from error
 
 
 def _data_config(compressed: CompressedModel, given: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +139,8 @@ def _data_config(compressed: CompressedModel, given: dict[str, Any]) -> dict[str
     unknown = set(given) - set(PREPROCESSING)
     if unknown:
         raise DiffRateError(f"preprocessing has no {', '.join(sorted(map(shown, unknown)))}")
-    config = preprocessing(compressed.original, layout.img_size) | {
+    checked = {name: given[name] for name in ("crop_pct", "mean", "std", "interpolation") if name in given}
+    config = preprocessing(compressed.original, layout.img_size, **checked) | {
         "input_size": (layout.in_chans, *layout.img_size)
     }
     config |= given

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from diffrate.costs.macs import MacCost
 from diffrate.devices import now
 from diffrate.errors import DiffRateError
 from diffrate.mixing import mix
+from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
 from diffrate.steps import MARK, STEPS
 
@@ -124,6 +126,8 @@ def bench(
 ) -> Iterator[list[Speed]]:
     """Time a model and its schedules on random images: one list of rows for each batch size and mode.
 
+    A batch for which there is no memory is halved until there is; the rows say of how many images they are.
+
     path  which kernels run: see diffrate.kernels.using.
     """
     where = torch.device(device)
@@ -138,12 +142,15 @@ def bench(
     rows = entrants(lent, schedules or {}, baselines)
     layout = backbone_of(lent).layout
     with kernels.using(path):
+
+        def timed(batch_size: int, mode: str) -> list[Speed]:
+            shape = (batch_size, layout.in_chans, *layout.img_size)
+            images = torch.randn(shape, device=where, dtype=DTYPES[dtype])
+            return compared(rows, _measure(rows, images, mode, repeats), batch_size, mode, dtype)
+
         for batch_size in batch_sizes:
-            images = torch.randn(
-                batch_size, layout.in_chans, *layout.img_size, device=where, dtype=DTYPES[dtype]
-            )
             for mode in modes:
-                yield compared(rows, _measure(rows, images, mode, repeats), batch_size, mode, dtype)
+                yield largest_that_fits(partial(timed, mode=mode), batch_size, "what is timed")
 
 
 def _measure(

@@ -1,11 +1,12 @@
 """Every flag of every command, with wrong types and extremes; the commands come from the command line itself.
 
-Each attack runs in a process of its own, in an empty folder. It must end well or with exit code 2, a sentence and
-nothing written.
+Each attack runs in an empty folder, in a process that is forked off this one, which has imported all that commands
+need: a refusal takes a quarter of a second. It must end well or with exit code 2, a sentence and nothing written.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -16,7 +17,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +33,20 @@ import diffrate
 from attack.outcome import ACCEPTED, REFUSED, Tally
 from conftest import TINY_FLAGS, write_image
 from diffrate.cli.app import app, main
+from diffrate.dense.camvid import CLASSES
+from diffrate.dense.segmenter import build_segmenter
+from diffrate.training.checkpoint import save_weights
 from report.runs import SCRIPT, plain_run, tiny_model
 
-SECONDS, MEMORY = 40, 12 << 30
-VALUES = (
-    "", "x", "-1", "0", "0.5", "nan", "inf", "1e308", "-1e308", "1000000000", "9" * 30, SCRIPT, "x" * 5000, "a,b",
-    "1,2,3", "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G", "0%", "nanms",
-    "../x\x01",
+SECONDS, LONG_SECONDS, MEMORY = 60, 8, 12 << 30
+NUMBERS = ("", "x", "-1", "0", "0.5", "nan", "inf", "1e308", "-1e308", "1000000000", "9" * 30, "1,2,3")
+TEXTS = (
+    SCRIPT, "x" * 5000, "a,b", "pipe", "folder", "no/such/file.json", "a=b", "\n", "%s%n", "published:nan", "1e9G",
+    "0%", "nanms", "../x\x01", "\udcff",
 )  # fmt: skip
-# Where a huge number asks for no more than a long run, which may still be under way when time is up.
+# What asks for no more than a long run, which may still be under way when time is up.
 LONG = {"--epochs", "--steps", "--repeats", "--images", "--rounds", "--hardware-steps", "--max-minutes", "--explore",
-        "--warmup-epochs", "--cooldown-epochs", "--patience", "--compile"}  # fmt: skip
+        "--warmup-epochs", "--cooldown-epochs", "--patience", "--compile", "demo"}  # fmt: skip
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -72,11 +77,20 @@ class Inputs:
         diffrate.Schedule((17, 14, 10, 3), (17, 12, 8, 3)).save(folder / "schedule.json")
         plain_run(folder / "run")
         for split in ("train", "val", "test"):
-            for i in range(2):
+            for i in range(16 if split == "train" else 2):
                 write_image(folder / "scenes" / split / f"{i}.png", i, (64, 96))
                 labels = folder / "scenes" / f"{split}annot" / f"{i}.png"
                 labels.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(np.full((64, 96), i, np.uint8)).save(labels)
+        segmenter = build_segmenter("vit_tiny_patch16_224", len(CLASSES), (64, 96), width=16)
+        save_weights(segmenter, folder / "segmenter" / "weights.safetensors")
+        settings = {
+            "model": "vit_tiny_patch16_224",
+            "width": 16,
+            "img_size": [64, 96],
+            "classes": list(CLASSES),
+        }
+        (folder / "segmenter" / "segmenter.json").write_text(json.dumps({"results": settings}))
 
     def arguments(self, words: tuple[str, ...]) -> list[str]:
         """A command line that works, or is refused for a reason of its own."""
@@ -93,7 +107,7 @@ class Inputs:
             "macs": [*TINY_FLAGS, *schedule],
             "compress": [*TINY_FLAGS, *schedule, "--output", "new.json"],
             "search": [*TINY_FLAGS, *data, *weights, *cpu, "--budget", "60%", "--output", "new", "--steps", "1"],
-            "cosearch": [*TINY_FLAGS, *data, *cpu, "--budget", "1ms", "--output", "new", "--steps", "1",
+            "cosearch": [*TINY_FLAGS, *data, *cpu, "--budget", "60%,1ms", "--output", "new", "--steps", "1",
                          "--rounds", "1", "--hardware-steps", "2"],
             "profile": [*TINY_FLAGS, *cpu, "--batch-size", "1", "--repeats", "3", "--output", "new.json"],
             "eval": [*TINY_FLAGS, *data, *weights, *cpu, *schedule],
@@ -104,12 +118,12 @@ class Inputs:
             "export": [*TINY_FLAGS, *weights, *schedule, "--to", "safetensors", "--output", "new"],
             "visualize": [f"{at}/images/val/000/0.png", *TINY_FLAGS, *weights, *schedule, *cpu, "--output", "new"],
             "report": [f"{at}/run", "--output", "new.html"],
-            "demo": ["--output", "new", "--images", "1"],
+            "demo": ["--output", "new", "--images", "2"],
             "segment train": ["--model", "vit_tiny_patch16_224", "--data-dir", f"{at}/scenes", "--output", "new",
                               "--epochs", "1", *cpu],
-            "segment search": ["--from", f"{at}/run", "--data-dir", f"{at}/scenes", "--budget", "60%",
+            "segment search": ["--from", f"{at}/segmenter", "--data-dir", f"{at}/scenes", "--budget", "60%",
                                "--output", "new", "--steps", "1", *cpu],
-            "segment eval": ["--from", f"{at}/run", "--data-dir", f"{at}/scenes", *cpu],
+            "segment eval": ["--from", f"{at}/segmenter", "--data-dir", f"{at}/scenes", *cpu],
         }[" ".join(words)]  # fmt: skip
 
 
@@ -120,14 +134,19 @@ def every_attack(inputs: Inputs, values: int, chance: random.Random) -> Iterator
         for parameter in command.params:
             flag = parameter.opts[0]
             if not flag.startswith("-"):
-                for value in chance.sample(VALUES, values):
+                for value in drawn(values, chance):
                     yield flag, [*words, value, *good[1:]]
             elif getattr(parameter, "is_flag", False):
                 yield flag, [*words, *good, flag]
             else:
                 number = parameter.nargs if parameter.nargs > 1 else 1
-                for value in chance.sample(VALUES, values):
+                for value in drawn(values, chance):
                     yield flag, [*words, *without(good, flag), flag, *[value] * number]
+
+
+def drawn(values: int, chance: random.Random) -> list[str]:
+    """Numbers and texts in equal shares."""
+    return chance.sample(NUMBERS, (values + 1) // 2) + chance.sample(TEXTS, values // 2)
 
 
 def without(arguments: list[str], flag: str) -> list[str]:
@@ -137,8 +156,31 @@ def without(arguments: list[str], flag: str) -> list[str]:
     return arguments[:place] + arguments[place + 2 :]
 
 
-def run_alone(folder: Path, arguments: list[str]) -> tuple[int | None, str, list[str]]:
-    """Exit code (None where time ran out), what was said, and what lies in the folder afterwards."""
+def ready(folder: Path) -> Inputs:
+    """The inputs, in a process that has imported what every process after a fork would import again."""
+    inputs = Inputs(folder)
+    warm_up(inputs)
+    return inputs
+
+
+def warm_up(inputs: Inputs) -> None:
+    """Let every command refuse something: the rest of rich, timm and the commands is then imported."""
+    given, interrupted = sys.argv, signal.getsignal(signal.SIGINT)
+    for words, _ in commands():
+        sys.argv = ["diffrate", *words, *inputs.arguments(words), "--no-such-flag"]
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit):
+            main()
+    sys.argv = given
+    signal.signal(signal.SIGINT, interrupted)
+
+
+def run_alone(
+    folder: Path, arguments: list[str], seconds: float = SECONDS, before: Callable[[], object] = lambda: None
+) -> tuple[int | None, str, list[str]]:
+    """Exit code (None where time ran out), what was said, and what lies in the folder afterwards.
+
+    before  is called in the folder, by the process that will run the command.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "folder").mkdir()
@@ -148,8 +190,8 @@ def run_alone(folder: Path, arguments: list[str]) -> tuple[int | None, str, list
         warnings.simplefilter("ignore")  # of newer Pythons, about forks
         child = os.fork()
     if child == 0:
-        _as_a_program(folder, said, arguments)
-    until = time.monotonic() + SECONDS
+        _as_a_program(folder, said, arguments, before)
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -164,7 +206,7 @@ def run_alone(folder: Path, arguments: list[str]) -> tuple[int | None, str, list
     return code, said.read_text(errors="replace"), [name for name in left if name not in ("folder", "pipe")]
 
 
-def _as_a_program(folder: Path, said: Path, arguments: list[str]) -> None:
+def _as_a_program(folder: Path, said: Path, arguments: list[str], before: Callable[[], object]) -> None:
     """The rest of a forked process: the command line, with limits, and its exit code."""
     code = 99
     try:
@@ -179,6 +221,7 @@ def _as_a_program(folder: Path, said: Path, arguments: list[str]) -> None:
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
         sys.argv = ["diffrate", *arguments]
         warnings.resetwarnings()
+        before()
         main()
         code = 0
     except SystemExit as ended:
@@ -192,9 +235,13 @@ def _as_a_program(folder: Path, said: Path, arguments: list[str]) -> None:
         os._exit(code)
 
 
+def patience(flag: str, arguments: list[str]) -> float:
+    return LONG_SECONDS if flag in LONG or arguments[0] in LONG else SECONDS
+
+
 def judged(flag: str, arguments: list[str], code: int | None, said: str, left: list[str]) -> str:
     if code is None:
-        return ACCEPTED if flag in LONG else "hang"
+        return ACCEPTED if patience(flag, arguments) < SECONDS else "hang"
     if "Traceback" in said:
         return "traceback"
     if any(Path(name).name.startswith(".") for name in left):
@@ -208,12 +255,12 @@ def judged(flag: str, arguments: list[str], code: int | None, said: str, left: l
     return REFUSED if "Error" in said else "no sentence"
 
 
-def attack(folder: Path, values: int, seed: int = 0, every: int = 1) -> Tally:
+def attack(inputs: Inputs, folder: Path, values: int, seed: int = 0, every: int = 1) -> Tally:
     """`values` of the values for every flag; of all these attacks every so many."""
-    inputs, tally = Inputs(folder / "inputs"), Tally()
+    tally = Tally()
     attacks = list(every_attack(inputs, values, random.Random(seed)))
     for flag, arguments in attacks[seed % every :: every]:
-        code, said, left = run_alone(folder / "work", arguments)
+        code, said, left = run_alone(folder / "work", arguments, patience(flag, arguments))
         shown = json.dumps([argument[:60] for argument in arguments])
         tally.add(judged(flag, arguments, code, said, left), f"{flag}: {shown} {left} {said[-600:]}")
     return tally

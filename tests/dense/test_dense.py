@@ -240,6 +240,6 @@ def test_commands(name, scenes_folder, tmp_path, diffrate_cli):
         diffrate_cli("segment", "eval", "--from", tmp_path, "--data-dir", scenes_folder), "holds no model"
     )
     check_refused(
-        diffrate_cli("segment", "train", "--model", "vit_none", "--data-dir", scenes_folder, "-o", out),
+        diffrate_cli("segment", "train", "--model", "vit_none", "--data-dir", scenes_folder, "-o", out / "x"),
         "timm knows no model",
     )

@@ -17,7 +17,7 @@ from diffrate.methods.dynamicvit import DynamicViT
 from diffrate.methods.selection import SelectingModel, Trial, feature_loss, ratio_loss
 from diffrate.methods.spvit import SPViT
 from diffrate.training import Recipe
-from diffrate.training.loop import _optimizer
+from diffrate.training.optimizer import build_optimizer
 
 KINDS = [DynamicViT, SPViT]
 
@@ -235,7 +235,7 @@ def test_patches_of_dropped_tokens_belong_to_the_package() -> None:
 def test_selectors_learn_faster_than_the_model() -> None:
     fast = DynamicViT(random_vit(depth=4), 0.5)
     recipe = Recipe(lr=2e-5, min_lr=1e-6, warmup_epochs=0, epochs=2)
-    optimizer, scheduler = _optimizer(fast, recipe, 10, torch.device("cpu"))
+    optimizer, scheduler = build_optimizer(fast, recipe, 10, torch.device("cpu"))
     own = {id(p) for p in fast.selectors.parameters()}
 
     def rates(mine: bool) -> list[float]:

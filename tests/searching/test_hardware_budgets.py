@@ -16,6 +16,7 @@ from diffrate.backbones import backbone_of
 from diffrate.costs import Costs, Design, GemminiCost, LatencyTable, MacCost, TableCost, Workload
 from diffrate.costs.gemmini import buildable_designs
 from diffrate.costs.table import BlockTimes, Fit, Series
+from diffrate.searching import cosearch as cosearching
 from diffrate.searching.budget import Budget, Space, check_budget, rounded
 from diffrate.searching.hardware import HardwareSearch
 from diffrate.searching.places import first_counts, places
@@ -350,6 +351,36 @@ def test_cosearch_learns_rates_and_design(model, data, tmp_path):
         assert picture.width > 300
     with pytest.raises(diffrate.DiffRateError, match="already holds"):
         diffrate.cosearch(model, data, "70%,5ms", output=tmp_path / "co")
+
+
+@pytest.mark.slow
+def test_a_broken_off_cosearch_goes_on_to_the_same_result(data, tmp_path, monkeypatch):
+    model, budget = random_vit(), "60%,0.5ms"
+    options = {"rounds": 2, "hardware_steps": 2, "largest_array": 8}  # which leaves few designs, and is quick
+    options |= {"steps": 2, "batch_size": 8, "progress": False}
+    whole = diffrate.cosearch(model, data, budget, output=tmp_path / "whole", **options)
+    searched = cosearching.search
+    with monkeypatch.context() as patched:
+
+        def break_off(*arguments, **given):
+            if given["output"].name == "round-2":
+                raise KeyboardInterrupt
+            return searched(*arguments, **given)
+
+        patched.setattr(cosearching, "search", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            diffrate.cosearch(model, data, budget, output=tmp_path / "co", **options)
+    assert (tmp_path / "co" / "round-1" / "schedule.json").exists()
+    with pytest.raises(diffrate.DiffRateError, match="already holds a co-search: resume it"):
+        diffrate.cosearch(model, data, budget, output=tmp_path / "co", **options)
+    with pytest.raises(diffrate.DiffRateError, match="was started with another"):
+        diffrate.cosearch(
+            model, data, budget, output=tmp_path / "co", resume=True, **(options | {"steps": 3})
+        )
+    with pytest.raises(diffrate.DiffRateError, match="holds no co-search to resume"):
+        diffrate.cosearch(model, data, budget, output=tmp_path / "nothing", resume=True, **options)
+    resumed = diffrate.cosearch(model, data, budget, output=tmp_path / "co", resume=True, **options)
+    assert (resumed.schedule, resumed.design, resumed.rounds) == (whole.schedule, whole.design, whole.rounds)
 
 
 def test_cosearch_without_images_keeps_what_is_merged(model):

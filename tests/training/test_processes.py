@@ -92,7 +92,7 @@ def test_a_killed_worker_ends_the_job_and_leaves_a_state_to_resume(
         finally:
             job.kill()
     text = " ".join((tmp_path / "log").read_text().split())
-    assert "Error: another process of this training has ended at step" in text
+    assert "Error: another process of this training has ended (" in text
     assert f"--resume goes on from {output / 'state.safetensors'}" in text
     # What it left is whole: the run goes on from there, here until the time that it is given is over.
     assert diffrate_cli(*command(inputs, output, 5000, "--resume", "--max-minutes", 0)).code == 0

@@ -21,6 +21,7 @@ from diffrate.training import FINETUNE, Recipe, accuracy, finetune, train
 from diffrate.training import loop as training_loop
 from diffrate.training.batches import share, training_batches, validation_batches
 from diffrate.training.objective import Objective, divergence
+from diffrate.training.optimizer import build_optimizer
 
 SCHEDULE = Schedule([17, 14, 10], [17, 12, 7])
 # Everything that is random, and everything that a state must bring back.
@@ -228,7 +229,7 @@ def test_the_learning_rate_is_a_cosine_over_the_steps(tmp_path: Path) -> None:
 
 def test_layers_further_from_the_head_learn_more_slowly() -> None:
     model = vit()
-    optimizer, _ = training_loop._optimizer(model, replace(RECIPE, layer_decay=0.5), 10, torch.device("cpu"))
+    optimizer, _ = build_optimizer(model, replace(RECIPE, layer_decay=0.5), 10, torch.device("cpu"))
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     lr = RECIPE.lr

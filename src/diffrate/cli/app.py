@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
 import sys
+import threading
 import warnings
 from typing import Annotated, Any, NoReturn
 
@@ -28,8 +32,11 @@ from diffrate.cli import (
 )
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
+from diffrate.models import first_line
 
-NO_MEMORY = "can't allocate memory"  # torch's words on a CPU, in a plain RuntimeError
+# Torch's words, in a plain RuntimeError: without memory on a CPU, and where a worker of a loader is gone.
+NO_MEMORY, DEAD_WORKER = "can't allocate memory", "DataLoader worker"
+INTERRUPTED = 130  # the exit code, as shells have it
 
 app = typer.Typer(
     name="diffrate",
@@ -76,17 +83,53 @@ def _options(
 def main() -> None:
     """Run the command line; a mistake of the user ends in one sentence and exit code 2."""
     warnings.showwarning = _show_warning
+    _end_when_interrupted_twice()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is no reason to end
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="diffrate")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except DiffRateError as error:
         _refuse(str(error))
     except OSError as error:  # a full disk, a folder that is read-only, a name too long
         about = f" {error.filename}" if error.filename else ""
         _refuse(f"the system refused{about}: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
+        if DEAD_WORKER in str(error):
+            _refuse(
+                f"a process that reads images has died ({first_line(error)}), perhaps for lack of memory: try fewer "
+                "--workers; a search or training goes on with --resume"
+            )
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and NO_MEMORY not in str(error):
             raise
-        _refuse("this takes more memory than there is: try a smaller batch size, image size or model")
+        _refuse(
+            "this takes more memory than there is: try a smaller batch size, image size or model; in a training "
+            "--accumulate runs the same batch in parts"
+        )
+
+
+def _end_when_interrupted_twice() -> None:
+    """The first Ctrl-C lets what runs clean up behind itself; the second ends at once, and shows no traceback.
+
+    A terminal sends it to the processes that read images too: those wait for what this one does.
+    """
+    own = os.getpid()
+
+    def interrupted(*_: Any) -> None:
+        if os.getpid() != own:
+            sys.excepthook = _silent
+            return
+        sys.unraisablehook = _silent  # of what was half made when this came
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupted)
+
+
+def _silent(*_: Any) -> None:
+    pass
 
 
 def _refuse(sentence: str) -> NoReturn:

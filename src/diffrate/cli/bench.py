@@ -18,7 +18,7 @@ from diffrate.cli.output import save_json, show_table
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
-from diffrate.plots import speed_plot
+from diffrate.plots import check_format, speed_plot
 from diffrate.results import check_target
 from diffrate.schedule import Schedule
 from diffrate.speed import DTYPES, MODES, UNCOMPRESSED, Speed, bench, entrants, profile
@@ -103,6 +103,8 @@ def bench_command(
     """
     check_target(json)
     check_target(plot)
+    if plot is not None:
+        check_format(plot)
     sizes = read_batch_sizes(batch_size or ("256" if search else "64"))
     where = resolve_device(device)
     if search:
@@ -132,11 +134,13 @@ def bench_command(
     profiles: list[dict[str, Any]] = []
     for name, whole in built.items():
         options = (sizes, where, dtype, mode or ["eager"], baselines, repeats, path)
+        fitted: dict[int, None] = {}  # batch sizes for which there was memory
         for speeds in bench(whole, schedules[name], *options):
+            fitted[speeds[0].batch_size] = None
             rows += [{"model": name, **asdict(speed)} for speed in speeds]
             show_speeds(name, speeds)
         if show_profile:
-            profiles += _profiles(name, whole, schedules[name], sizes, where, dtype, path)
+            profiles += _profiles(name, whole, schedules[name], list(fitted), where, dtype, path)
     for row in rows:
         row["accuracy"] = given.get(row["name"])
     if plot is not None:
@@ -246,7 +250,8 @@ def _search_steps(
         columns, [[name, *_cells(t, times[0])] for name, times in results.items() for t in times], text=2
     )
     rows = {name: [asdict(t) for t in times] for name, times in results.items()}
-    save_json(json, {"batch_size": batch_size, "amp": amp_dtype if amp else None, "steps": rows}, where)
+    size = min(t.batch_size for times in results.values() for t in times)
+    save_json(json, {"batch_size": size, "amp": amp_dtype if amp else None, "steps": rows}, where)
 
 
 def _cells(t: StepTime, plain: StepTime) -> list[str]:

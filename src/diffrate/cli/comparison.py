@@ -80,7 +80,10 @@ def compare_command(
         Path | None, typer.Option(help="Folder of images for the method search.", rich_help_panel=o.SCHEDULE)
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Seed of random schedules and searches.", rich_help_panel=o.SCHEDULE)
+        int,
+        typer.Option(
+            help="Seed of random schedules and searches.", min=0, max=2**31 - 1, rich_help_panel=o.SCHEDULE
+        ),
     ] = 0,
     speed: Annotated[
         bool, typer.Option("--speed", help="Show images per second, too.", rich_help_panel=o.RUN)

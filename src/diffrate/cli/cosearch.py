@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
-from accelerate import Accelerator
 
 from diffrate.cli import costs as c
 from diffrate.cli import options as o
-from diffrate.cli.output import counts, note, save_json, show_table
+from diffrate.cli.accelerators import start_accelerator
+from diffrate.cli.output import counts, note, running_command, save_json, show_table
 from diffrate.costs import METRICS, Costs, Design, GemminiCost, MacCost
 from diffrate.costs.gemmini.cost import SLOPES
-from diffrate.data import search_datasets
+from diffrate.data import LARGEST_BATCH, preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.methods.evit import EViT
@@ -78,11 +79,19 @@ def cosearch_command(
         int | None, typer.Option(help="Steps of the rates in a turn.", min=1, rich_help_panel=COSEARCH)
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Images a step.", min=1, rich_help_panel=COSEARCH)
+        int | None, typer.Option(help="Images a step.", min=1, max=LARGEST_BATCH, rich_help_panel=COSEARCH)
     ] = None,
     clock_mhz: c.ClockMhz = c.CLOCK,
     dram_pj: c.DramPj = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the search.", min=0, rich_help_panel=COSEARCH)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the search.", min=0, max=2**31 - 1, rich_help_panel=COSEARCH)
+    ] = 0,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with the co-search in the output folder.", rich_help_panel=COSEARCH
+        ),
+    ] = False,
     device: o.Device = None,
     json: o.JsonFile = None,
 ) -> None:
@@ -93,14 +102,22 @@ def cosearch_command(
     on Gemmini's default design, at MACs as in the paper's table, and what the co-search found. Power is
     energy over one period for all rows: that of the whole model on the default design.
 
+    Several processes: accelerate launch -m diffrate cosearch …
+
     Example: diffrate cosearch --model deit_small_patch16_224 --schedule published:2.9 --budget 2.9G,37ms,80mW
     --output runs/co
     """
     check_target(json)
+    check_target(output / "design.json")
     where = resolve_device(device)
     size = None if img_size is None else o.read_size(img_size)
+    torch.manual_seed(
+        seed
+    )  # for weights that are not given: every process, and a resumed run, must have the same
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
     start = None if schedule is None else o.read_schedule(schedule, whole, model)
+    accelerator = start_accelerator(where, "fp16" if where.type == "cuda" else "no", None, output)
+    main = accelerator.is_main_process
     data: Any = None
     options: dict[str, Any] = {}
     if data_dir is not None or dataset:
@@ -108,10 +125,15 @@ def cosearch_command(
             whole, data_dir, dataset, split, labels=False, heavy=False, img_size=size, crop_pct=crop_pct,
             mean=None, std=None, interpolation=None, class_map=None,
         )  # fmt: skip
-        precision = "fp16" if where.type == "cuda" else "no"
+        origin = {
+            "checkpoint": None if checkpoint is None else str(checkpoint), "pretrained": pretrained,
+            "model_kwargs": o.read_kwargs(model_kwargs), "num_classes": num_classes,
+            "img_size": None if size is None else list(size), "data_dir": None if data_dir is None else str(data_dir),
+            "dataset": dataset, "split": split, "preprocessing": preprocessing(whole, size, crop_pct),
+        }  # fmt: skip
         options = {
-            "steps": steps, "batch_size": batch_size, "workers": workers, "name": model,
-            "accelerator": Accelerator(cpu=where.type == "cpu", mixed_precision=precision),
+            "steps": steps, "batch_size": batch_size, "workers": workers, "name": model, "origin": origin,
+            "accelerator": accelerator, "command": running_command(),
         }  # fmt: skip
     elif start is None:
         raise DiffRateError(
@@ -120,8 +142,11 @@ def cosearch_command(
     workload = c.workload(whole, clock_mhz, dram_pj)
     found = cosearch(
         whole, data, budget, schedule=start, workload=workload, rounds=rounds, hardware_steps=hardware_steps,
-        estimator=estimator, slopes=slopes, largest_array=largest_array, seed=seed, output=output, say=note, **options,
+        estimator=estimator, slopes=slopes, largest_array=largest_array, seed=seed, output=output, resume=resume,
+        say=note if main else lambda _: None, **options,
     )  # fmt: skip
+    if not main:
+        return
     rows = comparison(whole, found, start, clock_mhz, dram_pj)
     metrics = [metric for metric in METRICS if metric in found.cost]
     baseline = rows["whole, default design"]

@@ -40,12 +40,15 @@ Hardware = Annotated[
         rich_help_panel=HARDWARE,
     ),
 ]
-ClockMhz = Annotated[float, typer.Option(help="Clock of the accelerator.", min=1.0, rich_help_panel=HARDWARE)]
+ClockMhz = Annotated[
+    float, typer.Option(help="Clock of the accelerator.", min=1.0, max=1e6, rich_help_panel=HARDWARE)
+]
 DramPj = Annotated[
     float,
     typer.Option(
         help="pJ a byte from main memory (DDR 100, LPDDR4 64); 0 counts the chip alone.",
         min=0.0,
+        max=1e6,
         rich_help_panel=HARDWARE,
     ),
 ]

@@ -21,7 +21,7 @@ def demo(
     images: Annotated[
         int, typer.Option(help=f"Test images to compare on, at most {SPLITS['test']:,}.")
     ] = IMAGES,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the search.", min=0, max=2**31 - 1)] = 0,
 ) -> None:
     """Halve the cost of a small vision transformer, and see what that does to its accuracy and speed.
 

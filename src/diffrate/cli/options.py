@@ -11,9 +11,9 @@ from torch import nn
 
 from diffrate import published
 from diffrate.cli.output import note
-from diffrate.data import MOST_WORKERS
+from diffrate.data import LARGEST_BATCH, MOST_WORKERS
 from diffrate.devices import AMP_DTYPES
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
 from diffrate.operator import CHOICES, IMPORTANCES, MEANS, OPERATIONS
 from diffrate.schedule import Schedule
 
@@ -33,6 +33,13 @@ def read_size(text: str) -> tuple[int, int]:
     if min(size) < 1:
         raise DiffRateError(f"an image size must be positive, not {text!r}")
     return size
+
+
+def known_amp_dtype(name: str) -> str:
+    """The name, whether mixed precision is asked for or not."""
+    if name not in AMP_DTYPES:
+        raise DiffRateError(f"amp dtype must be one of {', '.join(AMP_DTYPES)}, not {shown(name)}")
+    return name
 
 
 def read_counts(name: str, text: str) -> tuple[int, ...]:
@@ -111,7 +118,9 @@ ClassMap = Annotated[
     str | None,
     typer.Option(help="timm class map: a text file with one folder name a line.", rich_help_panel=DATA),
 ]
-BatchSize = Annotated[int, typer.Option(help="Images per batch.", min=1, rich_help_panel=DATA)]
+BatchSize = Annotated[
+    int, typer.Option(help="Images per batch.", min=1, max=LARGEST_BATCH, rich_help_panel=DATA)
+]
 Workers = Annotated[
     int, typer.Option(help="Processes that read images.", min=0, max=MOST_WORKERS, rich_help_panel=DATA)
 ]
@@ -196,14 +205,20 @@ KeepNorm = Annotated[
         rich_help_panel=SCHEDULE,
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of the random importance.", rich_help_panel=SCHEDULE)]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Seed of the random importance.", min=0, max=2**31 - 1, rich_help_panel=SCHEDULE),
+]
 
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; the GPU if there is one.", rich_help_panel=RUN)
 ]
 Amp = Annotated[bool, typer.Option("--amp", help="Run in mixed precision.", rich_help_panel=RUN)]
 AmpDtype = Annotated[
-    str, typer.Option(help=f"Type for --amp: {' or '.join(AMP_DTYPES)}.", rich_help_panel=RUN)
+    str,
+    typer.Option(
+        help=f"Type for --amp: {' or '.join(AMP_DTYPES)}.", rich_help_panel=RUN, callback=known_amp_dtype
+    ),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the results and their origin here.", rich_help_panel=RUN)

@@ -14,7 +14,7 @@ from diffrate.cli import options as o
 from diffrate.cli.accelerators import start_accelerator, start_tracker
 from diffrate.cli.output import counts, note, running_command, save_json, show_table
 from diffrate.costs.base import METRICS
-from diffrate.data import preprocessing, search_datasets
+from diffrate.data import LARGEST_BATCH, preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
@@ -74,7 +74,10 @@ def search_command(
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Images a step, over all processes.", min=1, rich_help_panel=SEARCH)
+        int | None,
+        typer.Option(
+            help="Images a step, over all processes.", min=1, max=LARGEST_BATCH, rich_help_panel=SEARCH
+        ),
     ] = None,
     held_out: Annotated[
         float,
@@ -83,7 +86,9 @@ def search_command(
             rich_help_panel=SEARCH,
         ),
     ] = 0.2,
-    seed: Annotated[int, typer.Option(help="Seed of the images' order.", min=0, rich_help_panel=SEARCH)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the images' order.", min=0, max=2**31 - 1, rich_help_panel=SEARCH)
+    ] = 0,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on with the search in the output folder.", rich_help_panel=SEARCH),
@@ -119,6 +124,9 @@ def search_command(
     kwargs = o.read_kwargs(model_kwargs)
     if recipe == "paper":
         kwargs = {"drop_path_rate": 0.1, **kwargs}
+    torch.manual_seed(
+        seed
+    )  # for weights that are not given: every process, and a resumed run, must have the same
     whole = load_model(model, checkpoint, pretrained, num_classes, size, kwargs)
     costs = c.read_costs(
         whole, model, device, profile_table, profile_batch_size, profile_dtype, any_table, hardware, clock_mhz, dram_pj
@@ -155,8 +163,6 @@ def search_command(
 
 def _precision(device: torch.device, amp: bool | None, amp_dtype: str) -> str:
     names = {"float16": "fp16", "bfloat16": "bf16"}
-    if amp_dtype not in names:
-        raise DiffRateError(f"--amp-dtype must be one of {', '.join(names)}, not {amp_dtype!r}")
     mixed = device.type != "cpu" if amp is None else amp
     return names[amp_dtype] if mixed else "no"
 

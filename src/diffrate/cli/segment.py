@@ -16,6 +16,7 @@ from diffrate.cli import options as o
 from diffrate.cli.accelerators import start_accelerator
 from diffrate.cli.output import running_command, save_json, show_table
 from diffrate.cli.search import show_found
+from diffrate.data import LARGEST_BATCH
 from diffrate.dense.camvid import CLASSES, load_scenes
 from diffrate.dense.choosing import choose_schedule
 from diffrate.dense.miou import SegmentationScore, evaluate_segmenter
@@ -46,15 +47,21 @@ def train_command(
     data_dir: ScenesDir,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for weights and results.")],
     checkpoint: o.Checkpoint = None,
-    width: Annotated[int, typer.Option(help="Channels of the decoder.", min=16)] = 128,
-    drop_path: Annotated[float, typer.Option(help="Stochastic depth of the backbone.")] = 0.1,
+    width: Annotated[int, typer.Option(help="Channels of the decoder.", min=16, max=4096)] = 128,
+    drop_path: Annotated[
+        float, typer.Option(help="Stochastic depth of the backbone.", min=0.0, max=0.99)
+    ] = 0.1,
     epochs: Annotated[int, typer.Option(help="Passes over the training scenes.", min=1)] = DEFAULT.epochs,
-    batch_size: Annotated[int, typer.Option(help="Scenes per step.", min=1)] = DEFAULT.batch_size,
+    batch_size: Annotated[
+        int, typer.Option(help="Scenes per step.", min=1, max=LARGEST_BATCH)
+    ] = DEFAULT.batch_size,
     lr: Annotated[float, typer.Option(help="Peak learning rate of the decoder.")] = DEFAULT.lr,
     backbone_lr: Annotated[
         float, typer.Option(help="Learning rate of the backbone, as a share of the decoder's.")
     ] = DEFAULT.backbone_lr,
-    max_minutes: Annotated[float, typer.Option(help="Stop after the epoch that ends within this time.")] = 60,
+    max_minutes: Annotated[
+        float, typer.Option(help="Stop after the epoch that ends within this time.", min=0.0)
+    ] = 60,
     seed: Annotated[int, typer.Option(help="Seed of order and augmentation.")] = 0,
     device: o.Device = None,
 ) -> None:
@@ -72,6 +79,8 @@ def train_command(
         seed=seed,
     )
     check_target(output / SETTINGS)
+    if (output / SETTINGS).exists():
+        raise DiffRateError(f"{output} already holds a segmentation model: choose another folder")
     scenes, validation = load_scenes(data_dir, "train"), load_scenes(data_dir, "val")
     segmenter = build_segmenter(model, len(CLASSES), scenes.size, checkpoint, width, drop_path)
     trained = train_segmenter(segmenter, scenes, validation, where, recipe, max_minutes)
@@ -108,7 +117,7 @@ def search_command(
     steps: Annotated[
         int | None, typer.Option(help="Steps for the first budget; half of them for each next one.", min=1)
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Scenes a step.", min=1)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Scenes a step.", min=1, max=LARGEST_BATCH)] = None,
     held_out: Annotated[float, typer.Option(help="Share of the scenes that decides between answers.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Seed of the scenes' order.", min=0)] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the search in the folder.")] = False,
@@ -151,7 +160,7 @@ def eval_command(
     schedule: Annotated[
         list[Path] | None, typer.Option(help="A schedule file instead; may be repeated.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Scenes per batch.", min=1)] = 16,
+    batch_size: Annotated[int, typer.Option(help="Scenes per batch.", min=1, max=LARGEST_BATCH)] = 16,
     amp: o.Amp = False,
     device: o.Device = None,
     json: o.JsonFile = None,

@@ -52,14 +52,18 @@ ValSplit = Annotated[
 HeldOut = Annotated[
     int,
     typer.Option(
-        help="Embedded model: training images kept apart to choose the best epoch.", rich_help_panel=o.DATA
+        help="Embedded model: training images kept apart to choose the best epoch.",
+        min=1,
+        rich_help_panel=o.DATA,
     ),
 ]
 MaxMinutes = Annotated[
-    float, typer.Option(help="Stop before the epoch that would take longer.", rich_help_panel=TRAINING)
+    float,
+    typer.Option(help="Stop before the epoch that would take longer.", min=0.0, rich_help_panel=TRAINING),
 ]
 SaveMinutes = Annotated[
-    float, typer.Option(help="Save the state so often, beside every epoch.", rich_help_panel=TRAINING)
+    float,
+    typer.Option(help="Save the state so often, beside every epoch.", min=0.0, rich_help_panel=TRAINING),
 ]
 Resume = Annotated[
     bool,

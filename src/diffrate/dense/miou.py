@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from diffrate.dense.camvid import VOID, Scenes, normalized
 from diffrate.devices import autocast, now
 from diffrate.modes import evaluating
+from diffrate.portions import Portions
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ def evaluate_segmenter(
     """Segment every scene, padding included, and compare with the labels where there are any."""
     model.to(device)
     counts = torch.zeros(VOID, VOID, dtype=torch.int64, device=device)
-    seconds = 0.0
+    seconds, portions = 0.0, Portions("the evaluation")
     with evaluating(model), torch.inference_mode():
         for start in range(0, len(scenes), batch_size):
             images = normalized(scenes.images[start : start + batch_size].to(device))
             labels = scenes.labels[start : start + batch_size].to(device)
             began = now(device)
             with autocast(device, amp, amp_dtype):
-                logits = model(images)
+                predicted = portions.joined(lambda some: model(some).argmax(dim=1), images)
             seconds += now(device) - began
-            counts += confusion(logits.argmax(dim=1), labels)
+            counts += confusion(predicted, labels)
     return score(counts.cpu(), len(scenes), seconds)

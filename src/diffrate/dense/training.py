@@ -15,7 +15,8 @@ from diffrate.dense.camvid import VOID, Scenes, normalized
 from diffrate.dense.miou import SegmentationScore, evaluate_segmenter
 from diffrate.dense.segmenter import Segmenter
 from diffrate.devices import autocast
-from diffrate.errors import DiffRateError
+from diffrate.errors import DiffRateError, shown
+from diffrate.training.recipe import LARGEST_RATE
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class SegmentationRecipe:
     def __post_init__(self) -> None:
         if min(self.epochs, self.batch_size, self.lr, self.smallest_scale) <= 0:
             raise DiffRateError("epochs, batch_size, lr and smallest_scale must be above 0")
+        for name in ("lr", "backbone_lr", "weight_decay"):
+            if not 0 <= getattr(self, name) <= LARGEST_RATE:
+                raise DiffRateError(
+                    f"{name} must be from 0 to {LARGEST_RATE:g}, not {shown(getattr(self, name))}"
+                )
+        if not 0 <= self.seed < 2**31:
+            raise DiffRateError(f"seed must be from 0 to {2**31 - 1}, not {shown(self.seed)}")
         if self.smallest_scale > self.largest_scale:
             raise DiffRateError("smallest_scale must not be above largest_scale")
 

@@ -11,6 +11,7 @@ Graphs are of the plain PyTorch path, in fp32 on the CPU, for the model's image 
 from __future__ import annotations
 
 import copy
+import io
 import os
 import warnings
 from collections.abc import Mapping
@@ -136,7 +137,8 @@ def _write(graph: torch.export.ExportedProgram, to: str, path: Path) -> Run:
         return aoti.runner(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.export.save(graph, path)
+        torch.export.save(graph, content := io.BytesIO())
+        path.write_bytes(content.getvalue())  # torch has its own words for a full disk
         loaded: Run = torch.export.load(path).module()
         return loaded
 

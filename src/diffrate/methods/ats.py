@@ -23,6 +23,7 @@ from diffrate.errors import DiffRateError
 from diffrate.methods.fit import smallest_within
 from diffrate.methods.policy import Policy, PolicyModel
 from diffrate.modes import evaluating
+from diffrate.portions import Portions
 from diffrate.reduction import keep_first, move_patches
 from diffrate.tokens import Tokens
 
@@ -59,10 +60,13 @@ class AdaptiveSampling(Policy):
         def policy(t: float, first: int) -> AdaptiveSampling:
             return cls(layout, max(1, round((1 - t) * most)), first)
 
+        portions = Portions("what ATS measures")
+
         def gmacs(t: float, first: int) -> float:
             sampled = PolicyModel(model, policy(t, first))
             with evaluating(model), torch.inference_mode():
-                return float(torch.cat([sampled.image_gmacs(part) for part in images.split(BATCH)]).mean())
+                parts = [portions.joined(sampled.image_gmacs, part) for part in images.split(BATCH)]
+                return float(torch.cat(parts).mean())
 
         first, last = first_block(layout), layout.depth - 1
         while first < last and gmacs(0.0, first) < budget:

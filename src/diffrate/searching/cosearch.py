@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -30,6 +31,7 @@ from diffrate.searching.hardware import HardwareSearch
 from diffrate.searching.run import search
 
 HARDWARE_STEPS = 200
+ROUND = "round-"  # and its number, from 1: the folder of its search
 
 
 @dataclass
@@ -57,6 +59,7 @@ def cosearch(
     lambdas: Mapping[str, float] | None = None,
     seed: int = 0,
     output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
     say: Callable[[str], None] = lambda _: None,
     **search_options: Any,
 ) -> CosearchResult:
@@ -67,6 +70,9 @@ def cosearch(
     workload   the model's matrix products, with clock, energies and period; by default those of Gemmini at 354 MHz.
     estimator, slopes   how costs are differentiated, in hardware ("priced" or "paper") and counts ("table" or "paper").
     largest_array       the largest side of the array that may be built; area has no price otherwise.
+    output     folder for design, schedule, history and plot, and one for the search of each round. With `resume` an
+               interrupted co-search there goes on: designs are learned again, which takes seconds and ends the same,
+               and each round's search is resumed.
     search_options      for diffrate.search.
     """
     if rounds < 1 or hardware_steps < 1:
@@ -96,7 +102,7 @@ def cosearch(
     hardware.check([float(n) for n in space.every_block([int(n) for n in space.least])])
     if "gmacs" in target.targets:
         check_budget(target.targets["gmacs"], space)
-    folder = None if output is None else _new_folder(output)
+    folder = None if output is None else _folder(output, resume)
 
     # The first design is for the rates given, or for the whole model, moved onto the MACs where those have a target.
     now = space.most if start is None else space.searched(start)
@@ -120,9 +126,11 @@ def cosearch(
             say("         the hardware alone meets the budget: a target in MACs would compress the model too")
             found = Schedule.identity(own.depth, own.tokens, own.prefix)
         else:
+            own_folder = None if folder is None else folder / f"{ROUND}{turn + 1}"
             result = search(
                 model, data, within, costs=[GemminiCost(workload, design, slopes)], start=found, seed=seed,
-                lambdas=lambdas, **search_options,
+                lambdas=lambdas, output=own_folder,
+                resume=resume and own_folder is not None and (own_folder / "config.json").exists(), **search_options,
             )  # fmt: skip
             found = result.schedule
         now = own.searched(found)
@@ -135,7 +143,7 @@ def cosearch(
             say(f"{metric} ended at {cost[metric]:.4g}, above its target of {wanted:.4g}")
     found = replace(found, cost=cost, made={**found.made, "budget": str(target), "design": asdict(design)})
     both = CosearchResult(found, design, cost, course)
-    if folder is not None:
+    if folder is not None and PartialState().is_main_process:
         _write(folder, both, target, workload)
     return both
 
@@ -161,10 +169,13 @@ def _moved(start: Schedule, budget: Budget, space: Space) -> Schedule:
     return Schedule(prune, merge, space.prefix, start.operator, start.model, start.img_size, made=start.made)
 
 
-def _new_folder(output: str | os.PathLike[str]) -> Path:
+def _folder(output: str | os.PathLike[str], resume: bool) -> Path:
     folder = Path(output)
-    if (folder / "design.json").exists():
-        raise DiffRateError(f"{folder} already holds a co-search: choose another folder")
+    known = (folder / "design.json").exists() or any(folder.glob(f"{ROUND}*/config.json"))
+    if known and not resume:
+        raise DiffRateError(f"{folder} already holds a co-search: resume it, or choose another folder")
+    if resume and not known:
+        raise DiffRateError(f"{folder} holds no co-search to resume")
     return folder
 
 

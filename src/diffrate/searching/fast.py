@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from diffrate.operator import Operator
+from diffrate.portions import Portions
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.descent import Descent, perturbed
@@ -44,6 +45,7 @@ class FastRecipe:
         reduce: Callable[[Tensor], Tensor],
     ) -> None:
         self.subject, self.operator, self.reduce, self.seed = subject, operator, reduce, seed
+        self.portions = Portions("the search")
         length = TRAVEL / steps * space.tokens / 197
         self.descent = Descent(
             start, budget, space, steps, first_step=length, last_step=length / 10, relative=0.5
@@ -57,10 +59,18 @@ class FastRecipe:
         kept = self.counts()
         draw = random.Random(f"{self.seed}-{Budget.of(self.descent.budget).leading}-{self.descent.done}")
         changed = perturbed(kept, self.descent.space, SHARE, [draw.random() < 0.5 for _ in kept])
-        answers = subject.variants(images, kept, changed, self.operator)
-        each = subject.divergence(subject.under(None)(images), answers)  # (1 + L', B)
-        sums = torch.cat([each.sum(dim=-1, dtype=torch.float64), each.new_tensor([each.shape[1]])])
-        sums = self.reduce(sums).cpu()
+
+        def added(parts: list[slice]) -> Tensor:
+            sums = []
+            for part in parts:
+                answers = subject.variants(images[part], kept, changed, self.operator)
+                each = subject.divergence(subject.under(None)(images[part]), answers)  # (1 + L', b)
+                sums.append(
+                    torch.cat([each.sum(dim=-1, dtype=torch.float64), each.new_tensor([each.shape[1]])])
+                )
+            return torch.stack(sums).sum(dim=0)
+
+        sums = self.reduce(self.portions.fitted(added, len(images))).cpu()
         losses = sums[:-1] / sums[-1]
         if not losses.isfinite().all():
             return float("nan")  # and the counts stay where they were

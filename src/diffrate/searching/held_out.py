@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from diffrate.portions import Portions
 from diffrate.schedule import Schedule
 from diffrate.searching.images import SearchImages
 from diffrate.searching.subject import Subject
@@ -21,6 +22,7 @@ class HeldOut:
         self, subject: Subject, images: SearchImages, accelerator: Accelerator, batch_size: int, workers: int
     ) -> None:
         self.subject, self.accelerator = subject, accelerator
+        self.portions = Portions("the check on held-out images")
         self.unreadable: list[str] = []
         self.batches: list[tuple[Tensor, Tensor]] = []
         subject.model.eval()
@@ -33,7 +35,7 @@ class HeldOut:
             with torch.no_grad(), accelerator.autocast():
                 # A copy: what a worker process sends holds a file descriptor open, of which there are too few.
                 held = batch.images.to(accelerator.device, copy=True)
-                self.batches.append((held, whole(held)))
+                self.batches.append((held, self.portions.joined(whole, held)))
 
     @torch.no_grad()
     def each(self, schedule: Schedule) -> Tensor:
@@ -43,7 +45,8 @@ class HeldOut:
         found = [torch.zeros(0, dtype=torch.float64, device=self.accelerator.device)]
         for images, teacher in self.batches:
             with self.accelerator.autocast():
-                found.append(self.subject.divergence(teacher, compressed(images)).double())
+                answers = self.portions.joined(compressed, images)
+                found.append(self.subject.divergence(teacher, answers).double())
         return torch.cat(found)
 
     def mean(self, each: Tensor) -> float:

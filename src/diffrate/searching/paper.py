@@ -15,6 +15,7 @@ from diffrate.backbones import backbone_of
 from diffrate.errors import DiffRateError
 from diffrate.masking import masked_logits
 from diffrate.operator import EXTRAS, Operator
+from diffrate.portions import Portions
 from diffrate.proxy import DiscreteProxy
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import LAMBDAS, Budget, Space, project, rounded
@@ -70,6 +71,7 @@ class PaperRecipe:
         self.parameters = [self.prune.logits, self.merge.logits]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE[0], weight_decay=0.0)
         self.gradients = Replayed(self._gradients)
+        self.portions = Portions("the search")
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """One step of Algorithm 1; the loss stays on the device."""
@@ -83,7 +85,7 @@ class PaperRecipe:
         progress = self.done / max(self.steps - 1, 1)
         rate = last + (first - last) * 0.5 * (1 + math.cos(math.pi * progress))
         self.optimizer.param_groups[0]["lr"] = rate
-        task, *gradients = self.gradients(images, labels)
+        task, *gradients = self.portions.fitted(lambda parts: self._mean(images, labels, parts), len(images))
         with torch.enable_grad():
             over = self.budget.loss(self.price(self.prune().count, self.merge().count), self.lambdas)
             penalties = self._grad(over)
@@ -95,6 +97,13 @@ class PaperRecipe:
         self.optimizer.step()
         self.done += 1
         return task
+
+    def _mean(self, images: Tensor, labels: Tensor, parts: list[slice]) -> list[Tensor]:
+        """Loss and gradients of a batch that runs in parts."""
+        if len(parts) == 1:
+            return list(self.gradients(images, labels))
+        found = [[value * len(images[p]) for value in self.gradients(images[p], labels[p])] for p in parts]
+        return [torch.stack(values).sum(dim=0) / len(images) for values in zip(*found, strict=True)]
 
     def _gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """The task's loss, and its gradients for both proxies."""

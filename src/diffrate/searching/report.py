@@ -19,6 +19,7 @@ from diffrate.searching.budget import Budget
 if TYPE_CHECKING:
     from diffrate.searching.run import SearchResult
 
+STATE = "state.json"
 SAVE_SECONDS = 2.0
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class SearchFolder(RunFolder):
 
     def load_state(self, kind: type[T]) -> T:
         """The saved state of a search that is resumed, otherwise a new one."""
-        values = (self.read("state.json") or {}) if self.resume else {}
+        values = (self.read(STATE) or {}) if self.resume else {}
         if values and not is_whole(values):
             raise DiffRateError(
                 f"the state of the search in {self.path} is damaged, or of another version: "
@@ -55,7 +56,7 @@ class SearchFolder(RunFolder):
         return self.path is not None and time.monotonic() - self.saved > SAVE_SECONDS
 
     def save_state(self, state: dict[str, Any]) -> None:
-        self.write("state.json", signed(state))
+        self.write(STATE, signed(state))
         self.saved = time.monotonic()
 
     def finish(self, result: SearchResult, made: dict[str, Any]) -> None:

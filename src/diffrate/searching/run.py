@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from diffrate.errors import DiffRateError
 from diffrate.modes import frozen
 from diffrate.operator import Operator
 from diffrate.outputs import class_count
+from diffrate.processes import together
 from diffrate.results import origin as made_by
 from diffrate.schedule import Schedule
 from diffrate.searching import fast, paper
@@ -29,7 +31,7 @@ from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.loop import Course, Loop, Settings, Snapshot
 from diffrate.searching.places import best_places
-from diffrate.searching.report import Progress, SearchFolder
+from diffrate.searching.report import STATE, Progress, SearchFolder
 from diffrate.searching.subject import Subject
 
 RECIPES = ("fast", "paper")
@@ -131,9 +133,15 @@ def search(
         **asdict(settings), "model": name, "images": images.count, "tokens": space.tokens, "whole": whole,
         "costs": [cost.describe() for cost in costs], "lambdas": dict(lambdas or {}),
         "precision": accelerator.mixed_precision, "origin": dict(origin or {}),
+        "start": None if start is None else start.to_dict(),
     }  # fmt: skip
-    folder = SearchFolder(output, config, resume, accelerator)
-    with frozen(model), Progress(progress and accelerator.is_main_process) as bar:
+    state = None if output is None else Path(output) / STATE
+    with (
+        together(accelerator.num_processes, "search", state),
+        frozen(model),
+        Progress(progress and accelerator.is_main_process) as bar,
+    ):
+        folder = SearchFolder(output, config, resume, accelerator)
         held = HeldOut(subject, images, accelerator, settings.batch_size, workers)
 
         def reduce(sums: Tensor) -> Tensor:
@@ -159,12 +167,12 @@ def search(
             settings, space, images, held, begin, check_labels, accelerator, folder, bar, workers, started
         )
         found = loop.run()
-    result = SearchResult(
-        _finished(found, settings, space, config, backbone.layout.img_size),
-        found.history,
-        found.seconds,
-        sorted(set(gather_object(found.unreadable))),
-    )
+        result = SearchResult(
+            _finished(found, settings, space, config, backbone.layout.img_size),
+            found.history,
+            found.seconds,
+            sorted(set(gather_object(found.unreadable))),
+        )
     folder.finish(result, made_by(command, accelerator.device))
     return result
 

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from safetensors.torch import load_file
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -30,10 +28,11 @@ from torch.utils.data import Dataset
 from diffrate.compressed import CompressedModel, compress
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import evaluate
-from diffrate.models import first_line
+from diffrate.portions import Portions
+from diffrate.processes import together
 from diffrate.run_folder import RunFolder
 from diffrate.schedule import Schedule
-from diffrate.training.batches import training_batches, validation_batches
+from diffrate.training.batches import Part, training_batches, validation_batches
 from diffrate.training.checkpoint import (
     Progress,
     gather_state,
@@ -44,12 +43,12 @@ from diffrate.training.checkpoint import (
     write_tensors,
 )
 from diffrate.training.objective import Objective
+from diffrate.training.optimizer import build_optimizer
 from diffrate.training.recipe import FINETUNE, Recipe
 from diffrate.training.report import Bar
 
 BEST, LAST, STATE = "weights.safetensors", "last.safetensors", "state.safetensors"
 METHOD = "method"  # in config.json: the name and settings of the method that a run was under, in place of a schedule
-NEW_PARTS_LR = 1e-3  # peak learning rate of what a method adds to a model, as DynamicViT's predictors have it
 LOG_STEPS = 50  # between two entries of a tracker
 
 
@@ -113,11 +112,14 @@ def train(
     max_minutes when this would run out during the next epoch, training stops before it.
     dtype       of the best weights on disk; the model's own without it.
     """
-    run = Run(
-        model, dataset, validation, Path(output), recipe or Recipe(), teacher, accelerator, workers, resume,
-        dict(origin or {}), dtype, save_minutes, progress,
-    )  # fmt: skip
-    return run.to_the_end(max_minutes)
+    recipe = recipe or Recipe()
+    accelerator = accelerator or Accelerator(mixed_precision=recipe.precision)
+    with together(accelerator.num_processes, "training", Path(output) / STATE):
+        run = Run(
+            model, dataset, validation, Path(output), recipe, teacher, accelerator, workers, resume,
+            dict(origin or {}), dtype, save_minutes, progress,
+        )  # fmt: skip
+        return run.to_the_end(max_minutes)
 
 
 def accuracy(model: nn.Module, dataset: Dataset[Any], batch_size: int = 1000, workers: int = 0) -> float:
@@ -137,7 +139,7 @@ class Run:
         output: Path,
         recipe: Recipe,
         teacher: nn.Module | None,
-        accelerator: Accelerator | None,
+        accelerator: Accelerator,
         workers: int,
         resume: bool,
         origin: dict[str, Any],
@@ -148,7 +150,7 @@ class Run:
         self.begin = self.saved = time.monotonic()
         self.model, self.validation, self.output, self.recipe = model, validation, output, recipe
         self.workers, self.dtype, self.save_seconds = workers, dtype, 60 * save_minutes
-        self.accelerator = accelerator or Accelerator(mixed_precision=recipe.precision)
+        self.accelerator = accelerator
         self.accelerator.gradient_accumulation_steps = recipe.accumulate
         self.accelerator.step = 0
         self.process, self.processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -178,7 +180,7 @@ class Run:
             "schedule": made.get("schedule"),
             **({METHOD: made} if METHOD in made else {}),
         }  # fmt: skip
-        optimizer, self.scheduler = _optimizer(model, recipe, self.steps, device)
+        optimizer, self.scheduler = build_optimizer(model, recipe, self.steps, device)
         self.folder = RunFolder(output, config, resume, self.accelerator, "training")
         model.to(device)
         set_seed(recipe.seed)
@@ -193,6 +195,9 @@ class Run:
             _set_checkpointing(model, True)
         self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.running: Any = torch.compile(self.prepared) if recipe.compile else self.prepared
+        # Of several processes none can try a step again alone: they rehearse the first one.
+        self.portions = Portions("the training", splits=self.processes == 1)
+        self.rehearsed = False
         self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps)
         self.now = Progress()
         if resume and (output / STATE).is_file():
@@ -207,7 +212,7 @@ class Run:
     def to_the_end(self, max_minutes: float) -> Trained:
         now, last = self.now, self.steps * self.recipe.epochs
         try:
-            with self.bar, self._clear_end():
+            with self.bar:
                 parts = self.batches.parts(now.step, last, self.process, self.processes)
                 while now.step < last and self._has_time(max_minutes):
                     self._epoch(parts)
@@ -238,9 +243,12 @@ class Run:
                 self._save()
         mean = float(self.accelerator.reduce(total, "mean")) / self.steps
         if not math.isfinite(mean):
-            raise DiffRateError(
-                f"the loss became {mean} in epoch {epoch}; the weights of epoch {now.best_epoch} are kept"
+            kept = (
+                f"the weights of epoch {now.best_epoch} are kept"
+                if now.best_epoch
+                else "there are no weights"
             )
+            raise DiffRateError(f"the loss became {mean} in epoch {epoch}; {kept}: try a lower learning rate")
         now.loss = 0.0
         score = self._accuracy()
         seconds = time.monotonic() - start
@@ -255,25 +263,69 @@ class Run:
     def _step(self, parts: Any) -> Tensor:
         """One step of the optimiser; the mean loss of this process's parts of it."""
         now, recipe, accelerator = self.now, self.recipe, self.accelerator
-        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        drawn = []
         for part in range(recipe.accumulate):
             images, labels = next(parts)
-            self._seed(self.process * recipe.accumulate + part)
-            with accelerator.accumulate(self.prepared):
-                with accelerator.autocast():  # for the teacher: what accelerate prepared has its own
-                    loss = self.objective(self.running, images, labels)
-                accelerator.backward(loss)
-                if recipe.clip_grad and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(self.prepared.parameters(), recipe.clip_grad)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            total += loss.detach() / recipe.accumulate
+            self._seed(part)
+            drawn.append(self.objective.mixed(images, labels))  # once: it happens in place
+        if self.processes > 1 and not self.sharded and not self.rehearsed:
+            self._rehearse(drawn)
+        total = self.portions.fitted(lambda some: self._gradients(drawn, some), len(drawn[0][0]))
+        if recipe.clip_grad:
+            accelerator.clip_grad_norm_(self.prepared.parameters(), recipe.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         now.step += 1
         self.scheduler.step_update(now.step)
         if self.ema is not None:
             self.ema.update(self.model, now.step)
         self.bar.advance()
         return total
+
+    def _gradients(self, drawn: list[Part], portions: list[slice]) -> Tensor:
+        """Forward and backward of a step's parts, each in portions; their mean loss. What was there is forgotten."""
+        recipe, accelerator = self.recipe, self.accelerator
+        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        accelerator.step = 0
+        self.prepared.zero_grad()
+        for part, (images, labels) in enumerate(drawn):
+            self._seed(self.process * recipe.accumulate + part)
+            with accelerator.accumulate(self.prepared):
+                for portion in portions:
+                    last = portion.stop == len(images)
+                    share = (portion.stop - portion.start) / len(images)
+                    # Processes add their gradients up in the backward pass of the last portion.
+                    with nullcontext() if last else accelerator.no_sync(self.prepared):
+                        with accelerator.autocast():  # for the teacher: what accelerate prepared has its own
+                            loss = self.objective(self.running, images[portion], labels[portion])
+                        accelerator.backward(loss if share == 1 else share * loss)
+                    total += share * loss.detach() / recipe.accumulate
+        return total
+
+    def _rehearse(self, drawn: list[Part]) -> None:
+        """Before the first step of several processes: find what each has memory for, and take the least.
+
+        Later, in the middle of adding up gradients, one of them could not try again alone. Uncompiled, which takes no
+        less memory and saves compiling what runs once.
+        """
+
+        def alone(portions: list[slice]) -> None:
+            with self.accelerator.no_sync(self.prepared):
+                images, labels = drawn[0]
+                for portion in portions:
+                    with self.accelerator.autocast():
+                        loss = self.objective(self.prepared, images[portion], labels[portion])
+                    self.accelerator.backward(loss)
+
+        count = len(drawn[0][0])
+        self._seed(0)
+        self.portions.splits = True
+        self.portions.fitted(alone, count)
+        self.prepared.zero_grad()
+        fits = torch.tensor([self.portions.most or count], device=self.accelerator.device)
+        least = int(self.accelerator.gather(fits).min())
+        self.portions.most = None if least == count else least
+        self.portions.splits, self.rehearsed = False, True
 
     def _seed(self, part: int) -> None:
         """All that is random in a part of a step by its number: each is mixed as the whole batch, but drops its own."""
@@ -325,71 +377,10 @@ class Run:
         late = float(time.monotonic() - self.begin + pace > 60 * max_minutes)
         return not self.accelerator.reduce(torch.tensor(late, device=self.accelerator.device), "sum").item()
 
-    def _clear_end(self) -> AbstractContextManager[object]:
-        return _LostProcess(self) if self.processes > 1 else nullcontext()
-
-
-class _LostProcess:
-    """Turns the error that a process gets when another one dies into a sentence that says how to go on."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        signs = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
-        if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in signs):
-            return
-        state = self.run.output / STATE
-        there = f"--resume goes on from {state}" if state.is_file() else "no state was saved yet"
-        raise DiffRateError(
-            f"another process of this training has ended at step {self.run.now.step} ({first_line(error)}); {there}"
-        ) from error
-
 
 def _objective(model: nn.Module) -> type[Objective]:
     """What a model is tuned by: its method's own loss where it is under one that has it."""
     return getattr(model, "objective", Objective)
-
-
-def _optimizer(model: nn.Module, recipe: Recipe, steps: int, device: torch.device) -> tuple[Any, Any]:
-    """timm's optimiser and cosine for the model's own parameters; a compressed model shares them."""
-    whole = model.original if isinstance(model, CompressedModel) else model
-    fused: dict[str, Any] = {"fused": True} if recipe.opt == "adamw" and device.type == "cuda" else {}
-    try:
-        optimizer = create_optimizer_v2(
-            whole,
-            recipe.opt,
-            lr=recipe.lr,
-            weight_decay=recipe.weight_decay,
-            layer_decay=recipe.layer_decay if recipe.layer_decay < 1 else None,
-            **fused,
-        )
-    except (ValueError, AssertionError, AttributeError) as error:
-        raise DiffRateError(f"timm cannot make the optimiser {recipe.opt}: {first_line(error)}") from error
-    if model is not whole:
-        _add_new_parts(optimizer, model, recipe)
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        num_epochs=recipe.epochs,
-        warmup_epochs=min(recipe.warmup_epochs, recipe.epochs // 2),
-        warmup_lr=recipe.warmup_lr,
-        min_lr=recipe.min_lr,
-        step_on_epochs=False,
-        updates_per_epoch=steps,
-    )
-    scheduler.step_update(0)
-    return optimizer, scheduler
-
-
-def _add_new_parts(optimizer: Any, model: nn.Module, recipe: Recipe) -> None:
-    """What a method adds to a model starts from nothing, so it learns faster than the tuned weights."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    new = [p for p in model.parameters() if id(p) not in known and p.requires_grad]
-    if new:
-        optimizer.add_param_group({"params": new, "lr_scale": max(1.0, NEW_PARTS_LR / recipe.lr)})
 
 
 def _set_checkpointing(model: nn.Module, on: bool) -> None:

@@ -36,9 +36,15 @@ class Objective:
             )
             self.of_labels = SoftTargetCrossEntropy()
 
+    def mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels as the loss takes them; mixed with each other where the recipe says so."""
+        if self.mix is None:
+            return images, labels
+        pair: tuple[Tensor, Tensor] = self.mix(images, labels)
+        return pair
+
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        if self.mix is not None:
-            images, labels = self.mix(images, labels)
+        """The mean loss of images and labels from `mixed`, or of some of them."""
         return self.loss(model(images), images, labels)
 
     def loss(self, output: Any, images: Tensor, labels: Tensor) -> Tensor:

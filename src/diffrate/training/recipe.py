@@ -8,6 +8,7 @@ from typing import Any
 
 from diffrate.errors import DiffRateError, shown
 
+LARGEST_RATE = 100.0  # of learning: nothing stays finite above
 LARGEST = 1e9  # of any number: more is a slip of the finger, and infinity is none
 
 
@@ -54,6 +55,9 @@ class Recipe:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not abs(value) <= LARGEST:
                 raise DiffRateError(f"{name} must be a number of at most {LARGEST:.0e}, not {shown(value)}")
+        for name in ("lr", "min_lr", "warmup_lr"):
+            if getattr(self, name) > LARGEST_RATE:
+                raise DiffRateError(f"{name} must be at most {LARGEST_RATE:g}, not {getattr(self, name):g}")
         if not 0 <= self.rand_augment <= 30 or self.color_jitter < 0 or not self.warmup_epochs >= 0:
             raise DiffRateError(
                 "rand_augment is from 0 to 30, and color_jitter and warmup_epochs are not negative"

@@ -1,0 +1,32 @@
+"""What the others say when one of several processes dies."""
+
+from pathlib import Path
+
+import pytest
+
+from diffrate.errors import DiffRateError
+from diffrate.processes import together
+
+LOST = "[../gloo/transport/tcp/pair.cc:553] Read error: Connection closed by peer. Good luck!\nand more"
+
+
+def test_a_lost_process_is_named_with_the_way_on(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    with (
+        pytest.raises(DiffRateError, match=r"another process of this search .*by peer.*no state was saved"),
+        together(2, "search", state),
+    ):
+        raise RuntimeError(LOST)
+    state.write_text("{}")
+    with (
+        pytest.raises(DiffRateError, match=f"--resume goes on from {state}") as said,
+        together(2, "search", state),
+    ):
+        raise RuntimeError(LOST)
+    assert "(Read error: Connection closed by peer); --resume" in str(said.value)
+
+
+@pytest.mark.parametrize(("processes", "text"), [(1, LOST), (2, "shapes do not match")])
+def test_other_errors_stay_what_they_are(processes: int, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text[:9].replace("[", r"\[")), together(processes, "search", None):
+        raise RuntimeError(text)
