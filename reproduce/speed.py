@@ -205,6 +205,11 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                     "row": error((logits.double() * 0.6931471805599453).softmax(-1)[:, :, 0], row.double()),
                     "importance": error(importance, row.mean(1).double()),
                 }
+                if size is not None:
+                    *wide_pair, wide_logits = torch.ops.diffrate.widen(q, k, size, d**-0.5, True)
+                    wide_mixed = F.scaled_dot_product_attention(*wide_pair, v, scale=d**-0.5)
+                    errors["wide"] = error(wide_mixed, wanted) / 8
+                    errors["wide row"] = error(wide_logits, logits.double()) / 8
                 assert all(e < tolerance for e in errors.values()), (dtype, b, heads, n, d, errors)
                 sorted_by = importance[:, 1:].argsort(dim=-1, descending=True, stable=True) + 1
                 assert torch.equal(order[:, 1:].long(), sorted_by), "order"
@@ -273,6 +278,8 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         kinds: dict[str, Callable[[], Any]] = {
             "sdpa": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
             "sdpa + bias": lambda a=attention, b=bias: mix(a, b),
+            "widen": lambda q=q, k=k, s=size, c=scale: ops.widen(q, k, s, c, False),
+            "widen, with the class row, and sdpa": lambda a=attention, s=size: kernels._mix_wide(a, s, True),
             "query_logits, class": lambda q=q, k=k, s=size, c=scale: ops.query_logits(q, k, s, c, 1, 0),
             "query_logits, 15 more": lambda q=q, k=k, s=size, c=scale: ops.query_logits(q, k, s, c, 1, 15),
             "attend, with that row": lambda q=q, k=k, v=v, s=size, c=scale: ops.attend(q, k, v, s, c, True),

@@ -76,6 +76,18 @@ def test_both_paths_give_the_same_logits(model, images, calls, changes, path, fe
     assert len(calls) == 3
 
 
+def test_many_images_attend_without_a_bias(model, images, monkeypatch):
+    widened, widen = [], ops.widen
+    monkeypatch.setattr(ops, "widen", lambda *given: widened.append(given[-1]) or widen(*given))
+    monkeypatch.setattr(kernels, "FEW_HEADS", 0)
+    fast = diffrate.compress(model, SCHEDULE)
+    with torch.no_grad():
+        ours = fast.forward_tokens(images)
+    assert widened == [False, True]  # once tokens have sizes: what removes nothing, and what ranks as well
+    with kernels.using("plain"), torch.no_grad():
+        torch.testing.assert_close(ours.x, fast.forward_tokens(images).x, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("count", "sums"), [(3, 5), (5, 3)])
 def test_few_images_run_also_what_removes_nothing_in_fewer_kernels(model, count, sums, monkeypatch):
     added, add_norm = [], ops.add_norm

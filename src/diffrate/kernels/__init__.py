@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffrate.backbones.base import Attention
@@ -36,6 +37,7 @@ PATHS = ("auto", "plain")
 MOST_TOKENS = 1024  # ranks come from comparing each token with each other one
 FEW_HEADS = 64  # images x heads up to which attention runs as a kernel of our own
 FEW_IMAGES = 4
+LEAST_SCALE = 1e-3  # of logits, by which log(size) is divided in half precision
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = False  # tests: run the kernels on the CPU, in Triton's interpreter
 
@@ -99,7 +101,16 @@ def attend(attention: Attention, size: Tensor | None, key_bias: Tensor | None) -
     if _attends(attention):
         mixed: Tensor = _ops().attend(*attention[:3], size, attention.scale, False)[0]
         return mixed
+    if size is not None and _widens(attention):
+        return _mix_wide(attention, size, False)[0]
     return mix(attention, key_bias)
+
+
+def _mix_wide(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Tensor]:
+    """Values mixed with sizes in force, by attention without a bias; and the class token's logits."""
+    q, k, v, scale = attention[:4]
+    q, k, logits = _ops().widen(q, k, size, scale, row)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale), logits
 
 
 def attend_and_score(
@@ -111,6 +122,8 @@ def attend_and_score(
     if _attends(attention) and not operator.image_share:
         mixed, logits = call.attend(q, k, v, size, scale, True)
         return mixed, logits
+    if size is not None and not operator.image_share and _widens(attention):
+        return _mix_wide(attention, size, True)
     mixed = attend(attention, size, key_bias)
     q, k = q.detach(), k.detach()  # a choice of tokens has no gradient
     with step("ranking"):
@@ -122,6 +135,21 @@ def _attends(attention: Attention) -> bool:
     assert attention.bias is None  # models with a bias of every pair have positions, and run plain
     ours = attention.by is None and attention.dropout == 0
     return ours and few(attention.q) and not _learns(attention.q)
+
+
+def _widens(attention: Attention) -> bool:
+    """Whether sizes enter as further features of queries and keys: cuDNN takes those, other kernels no two widths."""
+    q, scale = attention.q, attention.scale
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    plain = attention.by is None and attention.dropout == 0 and not _learns(q)
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] + ops.EXTRA <= 128 and scale > LEAST_SCALE
+    return plain and fits and (INTERPRETED or (half and _prefers_cudnn()))
+
+
+@torch.compiler.assume_constant_result
+def _prefers_cudnn() -> bool:
+    """Whether attention is cuDNN's: from Hopper on, unless somebody has switched it off."""
+    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9
 
 
 def _learns(x: Tensor) -> bool:
