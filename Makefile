@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 LOWEST := .venv-lowest
-LOWEST_PYTHON ?= $(or $(shell command -v python3.10),$(PYTHON))
+LOWEST_PYTHON ?= $(or $(shell python3.10 -c '' 2> /dev/null && echo python3.10),$(PYTHON))
 
 .PHONY: setup demo test lint docs attack test-lowest dist-check load
 

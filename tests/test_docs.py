@@ -31,7 +31,7 @@ FENCED = re.compile(
 )
 INLINE = re.compile(r"`(diffrate [a-z][^`\n]*)`")
 RUN = {"schedules", "macs", "compress", "models", "methods"}  # commands that need no data and little time
-MAKE = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+MAKE = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 class Block(NamedTuple):
