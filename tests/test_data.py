@@ -12,15 +12,10 @@ import torch
 from torch import nn
 
 from conftest import pixels, write_image
-from diffrate.data import (
-    UnreadableImageError,
-    WholeStream,
-    build_loader,
-    class_indices,
-    find_folder,
-    preprocessing,
-    search_datasets,
-)
+from diffrate.data import UnreadableImageError, build_loader, preprocessing, search_datasets
+from diffrate.data.folders import find_folder
+from diffrate.data.loader import WholeStream
+from diffrate.data.reading import class_indices
 from diffrate.errors import DiffRateError
 
 

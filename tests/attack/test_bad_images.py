@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 from attack.images import NAMES, attack, png_of
-from conftest import TINY_FLAGS, check_refused, pixels
+from conftest import TINY_FLAGS, check_refused, pixels, random_vit
 from diffrate.data import ImageFiles, UnreadableImageError, augmenting, preprocessing
 from diffrate.errors import DiffRateError
 
@@ -80,7 +80,8 @@ def test_pictures_of_images_with_hostile_names(diffrate_cli, checkpoint, tmp_pat
 
 def test_augmentation_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its full magnitude RandAugment posterizes to 0 bits, which Pillow refuses: one image in 600."""
-    augment = augmenting(input_size=(3, 32, 32), auto_augment="rand-m9-mstd0.5-inc1")
+    config = preprocessing(random_vit())
+    augment = augmenting(config, auto_augment="rand-m9-mstd0.5-inc1")
     operations = [op for part in augment.transforms for op in getattr(part, "ops", [])]
     assert {"PosterizeIncreasing"} <= {op.name for op in operations}
     image = Image.fromarray(pixels(0))
