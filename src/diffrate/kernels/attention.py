@@ -1,0 +1,122 @@
+"""Operators of attention: see ops."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffrate.kernels.operators import on_its_device, or_any, power_of_two, register, rows_dense, tiles
+
+LOG2_E = math.log2(math.e)
+EXTRA = 8  # features beside a head's own: of 16 bits, rows of whole 16 bytes
+
+
+@functools.cache
+def kernels() -> Any:
+    """The module of kernels; imported with the first one that runs, because Triton takes a second to load."""
+    return importlib.import_module("diffrate.kernels.attention_kernels")
+
+
+@on_its_device
+def query_logits(q: Tensor, k: Tensor, size: Tensor | None, scale: float, prefix: int, others: int) -> Tensor:
+    """(B, heads, 1 + others, N) logits of the class token and of image tokens spread evenly: ranking.image_queries."""
+    q, k = rows_dense(q), rows_dense(k)
+    b, heads, n, d = k.shape
+    logits = _query_logits_output(q, k, size, scale, prefix, others)
+    if b:
+        kernels().query_logits_kernel[(b * heads,)](
+            q, k, or_any(size, q), logits,
+            *q.stride()[:3], *k.stride()[:3],
+            scale * LOG2_E, heads, n, d, prefix,
+            HAS_SIZE=size is not None, OTHERS=others, BLOCK_N=64, BLOCK_D=power_of_two(d), num_warps=4,
+        )  # fmt: skip
+    return logits
+
+
+def _query_logits_output(
+    q: Tensor, k: Tensor, size: Tensor | None, scale: float, prefix: int, others: int
+) -> Tensor:
+    b, heads, n, _ = k.shape
+    return k.new_empty((b, heads, 1 + others, n), dtype=torch.float32)
+
+
+@on_its_device
+def widen(q: Tensor, k: Tensor, size: Tensor, scale: float, row: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, heads, N, d + EXTRA) queries and keys whose scaled products have log(size) in them, and `row` as in attend.
+
+    In memory (B, N, heads, d + EXTRA). Attention without a bias is faster than with one, by more than this costs.
+    """
+    q, k = rows_dense(q), rows_dense(k)
+    b, heads, n, d = k.shape
+    wide_q, wide_k, logits = _widen_outputs(q, k, size, scale, row)
+    if b:
+        kernels().widen_kernel[(b * heads,)](
+            q, k, size, wide_q, wide_k, logits,
+            *q.stride()[:3], *k.stride()[:3],
+            scale, LOG2_E, heads, n, d,
+            ROW=row, EXTRA=EXTRA, BLOCK_N=64, BLOCK_D=power_of_two(d), num_warps=4,
+        )  # fmt: skip
+    return wide_q, wide_k, logits
+
+
+def _widen_outputs(
+    q: Tensor, k: Tensor, size: Tensor, scale: float, row: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, heads, n, d = k.shape
+    wide = (b, n, heads, d + EXTRA)
+    logits = k.new_empty((b, heads, 1, n if row else 0), dtype=torch.float32)
+    return q.new_empty(wide).transpose(1, 2), k.new_empty(wide).transpose(1, 2), logits
+
+
+@on_its_device
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, scale: float, row: bool
+) -> tuple[Tensor, Tensor]:
+    """(B, heads, N, d) mixed values, in memory (B, N, heads, d), and the logits of the first query (`row`)."""
+    q, k, v = rows_dense(q), rows_dense(k), rows_dense(v)
+    b, heads, n, d = k.shape
+    mixed, logits = _attend_outputs(q, k, v, size, scale, row)
+    if b:
+        rows = 16 if d <= 64 else 32
+        keys = min(
+            256 if q.element_size() == 2 else 64, power_of_two(n)
+        )  # in 16 bits mostly all of them at once
+        kernels().attend_kernel[(tiles(n, rows), b * heads)](
+            q, k, v, or_any(size, q), mixed, logits,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            scale * LOG2_E, heads, n, d,
+            HAS_SIZE=size is not None, ROW=row, BLOCK_M=rows, BLOCK_N=keys, BLOCK_D=power_of_two(d),
+            num_warps=8 if rows * keys > 4096 else 4, num_stages=1 if n <= keys else 2,
+        )  # fmt: skip
+    return mixed, logits
+
+
+def _attend_outputs(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, scale: float, row: bool
+) -> tuple[Tensor, Tensor]:
+    b, heads, n, d = k.shape
+    return v.new_empty((b, n, heads, d)).transpose(1, 2), k.new_empty(
+        (b, heads, 1, n if row else 0), dtype=torch.float32
+    )
+
+
+register(
+    "query_logits(Tensor q, Tensor k, Tensor? size, float scale, int prefix, int others) -> Tensor",
+    query_logits,
+    _query_logits_output,
+)
+register(
+    "widen(Tensor q, Tensor k, Tensor size, float scale, bool row) -> (Tensor, Tensor, Tensor)",
+    widen,
+    _widen_outputs,
+)
+register(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? size, float scale, bool row) -> (Tensor, Tensor)",
+    attend,
+    _attend_outputs,
+)

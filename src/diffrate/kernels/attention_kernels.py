@@ -1,0 +1,134 @@
+"""Triton kernels of attention: all of it for few images, or what ranking and sizes need beside torch's own.
+
+Token counts are plain arguments, and not special where they are 1 or a multiple of 16 (`do_not_specialize`), so that
+one compiled kernel serves every block and every batch. Logits are fp32, whatever the features are. `attention` holds
+what calls them; `ranking` and `mixing` are their plain twins.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def attend_kernel(
+    Q, K, V, SIZE, OUT, LOGITS,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    scale, H, N, D,
+    HAS_SIZE: tl.constexpr, ROW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head: values mixed by attention and, ROW, the class token's logits in base 2."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1)
+    b = (head // H).to(tl.int64)
+    h = head % H
+    d = tl.arange(0, BLOCK_D)
+    inside_m = (m[:, None] < N) & (d[None, :] < D)
+    q = tl.load(Q + b * q_b + h * q_h + m[:, None] * q_n + d[None, :], mask=inside_m, other=0.0)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside_k = (n[None, :] < N) & (d[:, None] < D)
+        inside_v = (n[:, None] < N) & (d[None, :] < D)
+        k = tl.load(K + b * k_b + h * k_h + n[None, :] * k_n + d[:, None], mask=inside_k, other=0.0)
+        v = tl.load(V + b * v_b + h * v_h + n[:, None] * v_n + d[None, :], mask=inside_v, other=0.0)
+        logits = tl.dot(q, k, input_precision="ieee") * scale
+        if HAS_SIZE:
+            logits += tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))[None, :]
+        if ROW:
+            row = tl.sum(tl.where(m[:, None] == 0, logits, 0.0), 0)
+            ours = n + N * tl.program_id(0) < N  # token 0 is in the first tile
+            tl.store(LOGITS + head.to(tl.int64) * N + n, row, mask=ours)
+        logits = tl.where(n[None, :] < N, logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, 1))
+        shrink = tl.exp2(highest - higher)
+        weight = tl.exp2(logits - higher[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+        highest = higher
+    mixed = mixed / total[:, None]
+    out = OUT + ((b * N + m[:, None]) * H + h) * D + d[None, :]
+    tl.store(out, mixed.to(OUT.dtype.element_ty), mask=inside_m)
+
+
+@triton.jit(do_not_specialize=["H", "N", "prefix"])
+def query_logits_kernel(
+    Q, K, SIZE, LOGITS,
+    q_b, q_h, q_n, k_b, k_h, k_n,
+    scale, H, N, D, prefix,
+    HAS_SIZE: tl.constexpr, OTHERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The logits of one head, in base 2: the class token's, then those of OTHERS (0 or 15) image tokens."""
+    head = tl.program_id(0)
+    b = (head // H).to(tl.int64)
+    h = head % H
+    d = tl.arange(0, BLOCK_D)
+    q = Q + b * q_b + h * q_h
+    if OTHERS:
+        r = tl.arange(0, OTHERS + 1)
+        token = tl.where(r == 0, 0, prefix + (r - 1) * (N - prefix - 1) // (OTHERS - 1))
+        rows = tl.load(q + token[:, None] * q_n + d[None, :], mask=d[None, :] < D, other=0.0)
+    else:
+        row = tl.load(q + d, mask=d < D, other=0.0).to(tl.float32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        k = K + b * k_b + h * k_h
+        if HAS_SIZE:
+            bias = tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))
+        else:
+            bias = tl.zeros([BLOCK_N], tl.float32)
+        if OTHERS:
+            inside = (n[None, :] < N) & (d[:, None] < D)
+            keys = tl.load(k + n[None, :] * k_n + d[:, None], mask=inside, other=0.0)
+            logits = tl.dot(rows, keys, input_precision="ieee") * scale + bias[None, :]
+            where = (head.to(tl.int64) * (OTHERS + 1) + r[:, None]) * N + n[None, :]
+            tl.store(LOGITS + where, logits, mask=(r[:, None] >= 0) & (n[None, :] < N))
+        else:
+            inside = (n[:, None] < N) & (d[None, :] < D)
+            keys = tl.load(k + n[:, None] * k_n + d[None, :], mask=inside, other=0.0)
+            logits = tl.sum(keys.to(tl.float32) * row[None, :], 1) * scale + bias
+            tl.store(LOGITS + head.to(tl.int64) * N + n, logits, mask=n < N)
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def widen_kernel(
+    Q, K, SIZE, WIDE_Q, WIDE_K, LOGITS,
+    q_b, q_h, q_n, k_b, k_h, k_n,
+    scale, to_base_2, H, N, D,
+    ROW: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Queries and keys of one head with EXTRA more features, whose product is log(size) / scale; and, ROW, the class
+    token's logits in base 2.
+
+    Queries get two ones; keys what is to be added, rounded, and what rounding left of it.
+    """
+    head = tl.program_id(0)
+    b = (head // H).to(tl.int64)
+    h = head % H
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, EXTRA)
+    q, k = Q + b * q_b + h * q_h, K + b * k_b + h * k_h
+    if ROW:
+        row = tl.load(q + d, mask=d < D, other=0.0).to(tl.float32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < N) & (d[None, :] < D)
+        log_size = tl.log(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))
+        queries = tl.load(q + n[:, None] * q_n + d[None, :], mask=inside, other=0.0)
+        keys = tl.load(k + n[:, None] * k_n + d[None, :], mask=inside, other=0.0)
+        wide = ((b * N + n[:, None]) * H + h) * (D + EXTRA)
+        tl.store(WIDE_Q + wide + d[None, :], queries, mask=inside)
+        tl.store(WIDE_K + wide + d[None, :], keys, mask=inside)
+        added = log_size / scale
+        rounded = added.to(K.dtype.element_ty).to(tl.float32)
+        ones = tl.where(e[None, :] < 2, 1.0, 0.0) + tl.zeros([BLOCK_N, EXTRA], tl.float32)
+        parts = tl.where(e[None, :] == 0, rounded[:, None], 0.0)
+        parts += tl.where(e[None, :] == 1, (added - rounded)[:, None], 0.0)
+        beyond = (n[:, None] < N) & (e[None, :] < EXTRA)
+        tl.store(WIDE_Q + wide + D + e[None, :], ones.to(Q.dtype.element_ty), mask=beyond)
+        tl.store(WIDE_K + wide + D + e[None, :], parts.to(K.dtype.element_ty), mask=beyond)
+        if ROW:
+            logits = (tl.sum(keys.to(tl.float32) * row[None, :], 1) * scale + log_size) * to_base_2
+            tl.store(LOGITS + head.to(tl.int64) * N + n, logits, mask=n < N)

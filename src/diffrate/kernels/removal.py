@@ -1,0 +1,262 @@
+"""Operators that rank, remove and add: see ops."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffrate.kernels.operators import MANY, library, on_its_device, or_any, power_of_two, register, tiles
+from diffrate.steps import step
+
+MEANS = {"plain": 0, "size": 1, "attention": 2}
+
+
+@functools.cache
+def kernels() -> Any:
+    """The module of kernels; imported with the first one that runs, because Triton takes a second to load."""
+    return importlib.import_module("diffrate.kernels.removal_kernels")
+
+
+@on_its_device
+def rank(logits: Tensor, prefix: int, image_share: float) -> tuple[Tensor, Tensor]:
+    """(B, N) importance and (B, N) token indices in its order, prefix first, from (B, heads, R, N) logits."""
+    b, heads, queries, n = logits.shape
+    importance, order = _rank_outputs(logits, prefix, image_share)
+    if b:
+        width = power_of_two(n)
+        share = image_share if queries > 1 else 0.0
+        kernels().rank_kernel[(b,)](
+            logits, importance, order, heads * queries, n, prefix,
+            (1 - share) / heads, share / heads / max(queries - 1, 1), queries,
+            BLOCK_H=min(16, power_of_two(heads * queries, least=2)), BLOCK_N=width, num_warps=max(4, width // 64),
+        )  # fmt: skip
+    return importance, order
+
+
+def _rank_outputs(logits: Tensor, prefix: int, image_share: float) -> tuple[Tensor, Tensor]:
+    b, n = logits.shape[0], logits.shape[-1]
+    return logits.new_empty((b, n)), logits.new_empty((b, n), dtype=torch.int32)
+
+
+class Removal(NamedTuple):
+    """What a reduction is told beside its tokens.
+
+    importance  (B, N), and order (B, N), token indices by it.
+    prune    tokens that pruning leaves; those ranked from `keep` on join the image tokens before them.
+    by_cost  ranked by what merging them would lose, of all tokens, and not by their importance.
+    """
+
+    importance: Tensor
+    order: Tensor
+    size: Tensor | None
+    prefix: int
+    prune: int
+    keep: int
+    mean: str
+    by_cost: bool
+    floor: float
+
+
+class Affine(NamedTuple):
+    """A layer norm; without a weight there is none."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 0.0
+
+
+@on_its_device
+def reduce(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(B, keep, C) tokens, (B, keep) sizes and their logarithms, and the tokens' layer norm, perhaps empty.
+
+    The twin of reduction.reduce_tokens. Given are the fields of a Removal and, for the norm, of an Affine.
+    Logarithms have the features' type and rows of whole 16 bytes, as attention wants its bias.
+    """
+    removal, affine = _split(given)
+    kept = _kept(x, removal.keep, affine.weight)
+    _reduce(x, removal, kept, affine, None)
+    return kept
+
+
+@on_its_device
+def reduce_mapped(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, sizes and their logarithms; (B, N) where each token went, and by what share: 0 for what was pruned."""
+    removal, affine = _split(given)
+    kept, places = _kept(x, removal.keep, None), _map(x)
+    _reduce(x, removal, kept, affine, places)
+    return *kept[:3], *places
+
+
+def _split(given: tuple[Any, ...]) -> tuple[Removal, Affine]:
+    fields = len(Removal._fields)
+    return Removal(*given[:fields]), Affine(*given[fields:])
+
+
+def _reduce_outputs(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    removal, affine = _split(given)
+    return _kept(x, removal.keep, affine.weight)
+
+
+def _reduce_mapped_outputs(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *_kept(x, _split(given)[0].keep, None)[:3], *_map(x)
+
+
+def _reduce(
+    x: Tensor,
+    removal: Removal,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    affine: Affine,
+    places: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Fill `kept` and, where they are wanted, the places that tokens went to."""
+    x = x.contiguous()
+    importance, order, size, prefix, prune, keep, mean, by_cost, floor = removal
+    out, out_size, log_size, normed = kept
+    weight, bias, eps = affine
+    if by_cost:
+        with step("ranking"):
+            order = rank_by_cost(x, importance, prefix, floor)
+    with step("merge"):
+        joins = prune > keep > prefix
+        b, n, c = x.shape
+        joining = prune - keep if joins else 0
+        similarity, target = match(x, order, prefix, keep, joining)
+        destination, share = (order, importance) if places is None else places
+        whole = b < MANY and joining <= 32 and c <= 1024
+        rows = 16 if b < MANY else 32
+        count = tiles(keep, rows)
+        if b:
+            kernels().assemble_kernel[(count * b,)](
+                x, or_any(size, x), importance, order, similarity, target, out, out_size, log_size,
+                or_any(weight, x), or_any(bias, x), normed, destination, share,
+                n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
+                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None, WHOLE=whole,
+                MAPPED=places is not None,
+                BLOCK_T=rows, BLOCK_J=power_of_two(joining), BLOCK_C=power_of_two(c) if whole else 128,
+                BLOCK_K=power_of_two(similarity.shape[1], least=16 if b < MANY else 4),
+                num_warps=8 if whole or joining > 64 else 4, num_stages=2,
+            )  # fmt: skip
+
+
+@on_its_device
+def add_norm(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + update (B, N, C) and its layer norm."""
+    x, update = x.contiguous(), update.contiguous()
+    b, n, c = x.shape
+    out, normed = torch.empty_like(x), torch.empty_like(x)
+    if b * n:
+        width = power_of_two(c)
+        kernels().add_norm_kernel[(b * n,)](
+            x, update, weight, bias, out, normed, c, eps, BLOCK_C=width, num_warps=max(1, min(8, width // 256)),
+        )  # fmt: skip
+    return out, normed
+
+
+def _map(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for where each token went and by what share: nowhere, before a kernel writes it."""
+    return x.new_zeros(x.shape[:2], dtype=torch.int32), x.new_zeros(x.shape[:2], dtype=torch.float32)
+
+
+@on_its_device
+def spread(gradient: Tensor, destination: Tensor, share: Tensor) -> Tensor:
+    """(B, N, C) gradient of the tokens that a reduction got, from the (B, keep, C) of those that it gave."""
+    gradient = gradient.contiguous()
+    b, keep, c = gradient.shape
+    n = destination.shape[1]
+    out = _spread_output(gradient, destination, share)
+    if b:
+        kernels().spread_kernel[(b * n,)](
+            gradient, destination, share, out, n, c, keep, BLOCK_C=power_of_two(c), num_warps=4
+        )
+    return out
+
+
+def _spread_output(gradient: Tensor, destination: Tensor, share: Tensor) -> Tensor:
+    b, n = destination.shape
+    return gradient.new_empty((b, n, gradient.shape[2]))
+
+
+def _remember_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(output[3], output[4])
+
+
+def _spread_back(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return torch.ops.diffrate.spread(gradient, *ctx.saved_tensors), *([None] * 9)
+
+
+def _kept(x: Tensor, keep: int, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for `keep` tokens of each image, for their sizes and logarithms of sizes, and for their norm."""
+    b, _, c = x.shape
+    return (
+        x.new_empty((b, keep, c)),
+        x.new_empty((b, keep), dtype=torch.float32),
+        x.new_empty((b, keep + -keep % 8))[:, :keep],
+        x.new_empty((b, keep if weight is not None else 0, c)),
+    )
+
+
+def rank_by_cost(x: Tensor, importance: Tensor, prefix: int, floor: float) -> Tensor:
+    """(B, N) token indices in the order of what merging each away would lose, prefix first."""
+    b, n, c = x.shape
+    loss = torch.empty_like(importance)
+    order = importance.new_empty((b, n), dtype=torch.int32)
+    rows, width = _token_tile(b, n), power_of_two(n)
+    count = tiles(n, rows)
+    if b:
+        kernels().loss_kernel[(count * b,)](
+            x, importance, loss, n, c, prefix, count, float(floor),
+            BLOCK_M=rows, BLOCK_N=64, BLOCK_C=32, num_warps=4, num_stages=4,
+        )  # fmt: skip
+        kernels().order_kernel[(b,)](loss, order, n, prefix, BLOCK_N=width, num_warps=max(4, width // 64))
+    return order
+
+
+def match(x: Tensor, order: Tensor, prefix: int, first: int, joining: int) -> tuple[Tensor, Tensor]:
+    """(B, tiles, J) highest cosine similarity of each joiner in each tile of targets, and the target's place."""
+    b, n, c = x.shape
+    rows = _token_tile(b, first - prefix)
+    count = tiles(first - prefix, rows) if joining else 0
+    similarity = x.new_empty((b, count, joining), dtype=torch.float32)
+    target = x.new_empty((b, count, joining), dtype=torch.int32)
+    if b and joining:
+        width = min(64, power_of_two(joining))
+        deep = b < MANY and width <= 16  # one image waits for its loads: ask for many at once
+        kernels().match_kernel[(count * b,)](
+            x, order, similarity, target, n, c, prefix, first, joining, count,
+            BLOCK_J=width, BLOCK_T=rows,
+            BLOCK_C=256 if deep else 32, num_warps=4, num_stages=1 if deep else 3,
+        )  # fmt: skip
+    return similarity, target
+
+
+def _token_tile(batch: int, tokens: int) -> int:
+    """Tokens a program works on: many where there are images enough to fill a GPU, else few."""
+    return min(64 if batch >= MANY else 16, power_of_two(tokens))
+
+
+register("rank(Tensor logits, int prefix, float image_share) -> (Tensor, Tensor)", rank, _rank_outputs)
+register(
+    "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep,"
+    " str mean, bool by_cost, float floor, Tensor? weight, Tensor? bias, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    reduce,
+    _reduce_outputs,
+)
+register(
+    "reduce_mapped(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep, str mean,"
+    " bool by_cost, float floor) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reduce_mapped,
+    _reduce_mapped_outputs,
+)
+register(
+    "spread(Tensor gradient, Tensor destination, Tensor share) -> Tensor",
+    spread,
+    _spread_output,
+)
+torch.library.register_autograd(
+    "diffrate::reduce_mapped", _spread_back, setup_context=_remember_map, lib=library
+)
