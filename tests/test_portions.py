@@ -179,6 +179,7 @@ def check_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
             torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_training_keeps_its_batch(tmp_path: Path, accumulate: int) -> None:
     seen: list[int] = []
@@ -191,6 +192,7 @@ def test_a_training_keeps_its_batch(tmp_path: Path, accumulate: int) -> None:
     check_equal(lean, expected)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_a_backward_pass_leaves_no_gradient_behind(tmp_path: Path) -> None:
     class Costly(torch.autograd.Function):
         @staticmethod
@@ -211,6 +213,7 @@ def test_memory_that_runs_out_in_a_backward_pass_leaves_no_gradient_behind(tmp_p
         check_equal(tuned(model, tmp_path / "lean"), expected)
 
 
+@pytest.mark.slow
 def test_benchmarks_halve_the_batch_and_say_of_how_many_images_they_are() -> None:
     model = short_of_memory(random_vit(), 3)
     with notes("a batch of 8 .* is of 4 images"):
