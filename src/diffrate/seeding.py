@@ -76,8 +76,23 @@ def load_items(
     dataset: SeededItems, keys: Iterable[list[tuple[int, int]]], workers: int
 ) -> Iterator[list[Item]]:
     """The same, each batch as the list of its items, readable or not."""
-    loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=list)
-    return iter(loader)
+    loader: Any = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=_packed)
+    return map(_unpacked, loader)
+
+
+Packed = tuple[Tensor, list[tuple[bool, int, str]]]  # the images, and of every item whether it is one of them
+
+
+def _packed(items: list[Item]) -> Packed:
+    """All images as one tensor: each that a worker process sends holds a file descriptor open."""
+    images = [image for image, _, _ in items if image is not None]
+    told = [(image is not None, label, reason) for image, label, reason in items]
+    return torch.stack(images) if images else torch.empty(0), told
+
+
+def _unpacked(packed: Packed) -> list[Item]:
+    images = iter(packed[0])
+    return [(next(images) if there else None, label, reason) for there, label, reason in packed[1]]
 
 
 def collate(items: list[Item]) -> Batch:
