@@ -89,18 +89,18 @@ def resident(pid: int) -> int:
     return total
 
 
-def watched(
-    command: list[str], every: float = 0.5, environment: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """Run to the end; seconds, exit code, what it said, and its memory over time in MiB."""
+def watched(command: list[str], every: float = 0.5, longest: float = 3600) -> dict[str, Any]:
+    """Run to the end, or kill what hangs; seconds, exit code, what it said, and its memory over time in MiB."""
     started, seen = time.monotonic(), []
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
+    given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=given)
         while process.poll() is None:
             time.sleep(every)
             seen.append(resident(process.pid) / 2**20)
+            if time.monotonic() - started > longest:
+                process.kill()
         said.seek(0)
         text = said.read()
     return {
@@ -141,7 +141,7 @@ def command_over_images(
         sys.executable, "-m", "diffrate", arguments[0], *TINY_FLAGS, "--checkpoint", str(weights),
         "--data-dir", str(folder), "--split", "val", "--device", "cpu", *arguments[1:],
     ]  # fmt: skip
-    ran = watched(words)
+    ran = watched(words, longest=300 + count / 20)
     if ran["exit_code"]:
         raise RuntimeError(ran["said"][-2000:])
     return {"images": count, "seconds": ran["seconds"], **flatness(ran["memory"])}

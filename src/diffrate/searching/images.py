@@ -86,8 +86,7 @@ class SearchImages:
             read = dict(zip(keys, next(loaded), strict=True)) if keys else {}
             for key, item in read.items():
                 if key in planned and key not in self.kept:
-                    # A copy: what a worker process sends holds a file descriptor open, of which there are too few.
-                    self.kept[key] = (None if item[0] is None else item[0].clone(), *item[1:])
+                    self.kept[key] = item
                     self.room -= _bytes(item)
             yield collate([read[key] if key in read else self.kept[key] for key in step])
 
