@@ -325,11 +325,19 @@ def test_views_are_seen_again_and_read_once():
         assert torch.equal(ours.images, resumed.images)
 
 
+def test_views_that_do_not_come_again_are_not_kept():
+    images = SearchImages(Counted(), Counted(), 0.2, seed=1, views=4)
+    assert len(list(images.batches(0, 16, 8, 0))) == 16  # four passes over 32 images: each view once
+    assert not images.kept
+    list(images.batches(0, 18, 8, 0))
+    assert len(images.kept) == 16
+
+
 def test_kept_views_hold_no_files_open():
     """A worker sends shared memory, a file for each tensor; systems allow 1,024 of them, and a search keeps 4,000."""
     images = SearchImages(Counted(), Counted(), 0.2, seed=1, views=4)
     before = len(os.listdir("/proc/self/fd"))
-    batches = images.batches(0, 18, 8, workers=1)
+    batches = images.batches(0, 32, 8, workers=1)  # twice four passes
     for _ in range(17):
         next(batches)
     assert len(images.kept) == 4 * 32

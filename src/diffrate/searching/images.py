@@ -7,6 +7,7 @@ each it may see a few augmented views again and again, which stay in memory, on 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,14 +74,16 @@ class SearchImages:
         )
 
     def _kept(self, steps: list[list[tuple[int, int]]], workers: int) -> Iterator[Batch]:
-        """Batches of which every view that fits into memory is read once."""
+        """Batches of which every view that comes again, and fits into memory, is read once."""
+        seen = Counter(key for step in steps for key in step)
         planned, missing = set(self.kept), []
         sample = next((key for step in steps for key in step), None)
         size = 1 if sample is None else max(1, _bytes(self.augmented[sample]))
         fits = len(planned) + self.room // size
         for step in steps:
             missing.append([key for key in step if key not in planned])
-            planned.update(missing[-1][: max(0, fits - len(planned))])
+            again = [key for key in missing[-1] if seen[key] > 1]
+            planned.update(again[: max(0, fits - len(planned))])
         loaded = load_items(self.augmented, [keys for keys in missing if keys], workers, self.device)
         for step, keys in zip(steps, missing, strict=True):
             read = dict(zip(keys, next(loaded), strict=True)) if keys else {}
