@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from diffrate import ranking
+from diffrate.tokens import Tokens
 
 B, HEADS, N, D, PREFIX = 2, 3, 9, 4, 2
 SCALE = 0.37
@@ -130,3 +131,11 @@ def test_random_importance_is_spread_evenly():
     )
     assert kept.min() > 0.3
     assert kept.max() < 0.7
+
+
+def test_importance_remembers_a_share_of_what_it_was():
+    now, before = torch.tensor([[0.2, 0.8]]), torch.tensor([[1.0, 0.6, 0.4]])  # the class token's comes first
+    tokens = Tokens(torch.zeros(1, 3, 4), 1, importance=before)
+    torch.testing.assert_close(ranking.remembered(now, tokens, 0.25), torch.tensor([[0.3, 0.7]]))
+    assert ranking.remembered(now, tokens, 0.0) is now
+    assert ranking.remembered(now, Tokens(torch.zeros(1, 3, 4), 1), 0.25) is now

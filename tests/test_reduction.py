@@ -376,3 +376,22 @@ def test_a_merged_token_is_as_long_as_its_longest_member(mean: str) -> None:
             longest = max(tokens.x[b, 1 + p].norm().item() for p in members)
             assert long.x[b, t].norm().item() == pytest.approx(longest, rel=1e-5)
             assert cosine(long.x[b, t], plain.x[b, t]) == pytest.approx(1, abs=1e-5)
+
+
+@given(cases(), st.sampled_from(PAIRS))
+def test_a_token_remembers_what_its_members_had_together(case, pair):
+    tokens, importance, prune, merge = case
+    operator = Operator(operation=pair[0], choice=pair[1], mean="attention", memory=0.3)
+    left = reduce_tokens(tokens, importance, prune, merge, operator)
+    if left.count == tokens.count:
+        return
+    for b in range(2):
+        together = [0.0] * left.count
+        for place, token in enumerate(left.patches[b].tolist()):  # each patch was a token of its own
+            if token >= 0:
+                together[token] += float(importance[b, place])
+        found = left.importance[b, left.prefix :].tolist()
+        assert found == pytest.approx(together[left.prefix :], rel=1e-5, abs=1e-6)
+    without = reduce_tokens(tokens, importance, prune, merge, operator.changed(memory=0.0))
+    assert without.importance is None
+    assert torch.equal(without.x, left.x)

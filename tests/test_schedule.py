@@ -213,6 +213,8 @@ HUGE = int("9" * 4000)  # as long as Python's JSON reader lets a number be
         ({"operator": {"floor": True}}, "floor must be a number"),
         ({"operator": {"floor": "high"}}, "floor must be a number"),
         ({"operator": {"image_share": 1.5}}, "image_share must be a number from 0 to 1"),
+        ({"operator": {"memory": -0.1, "mean": "attention"}}, "memory must be a number from 0 to 1"),
+        ({"operator": {"memory": 0.3}}, "memory goes with mean attention"),
         ({"operator": {"image_share": 0.5, "importance": "random"}}, "image_share goes with class attention"),
         ({"operator": {"seed": -1}}, "seed must be a whole number"),
         ({"operator": {"seed": True}}, "seed must be a whole number"),

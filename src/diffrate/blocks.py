@@ -82,7 +82,7 @@ def attend_and_rank(
         attention = open_attention(backbone, i, tokens)
         if kernels.fast(tokens, operator):
             mixed, logits = kernels.attend_and_score(attention, size, bias, tokens.prefix, operator)
-            ranked = kernels.rank(logits, tokens.prefix, operator)
+            ranked = kernels.rank(logits, tokens.prefix, operator, tokens.importance)
             return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), ranked
         bias = attention.logit_bias(bias)
         if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
@@ -96,8 +96,10 @@ def attend_and_rank(
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mixed))
     with step("ranking"), torch.no_grad():  # a choice of tokens has no gradient
         if operator.importance == "image-attention":
-            return attended, ranking.image_attention(weights, tokens.prefix)
-        return attended, importance_of(attention, bias, tokens, i, operator)
+            importance = ranking.image_attention(weights, tokens.prefix)
+        else:
+            importance = importance_of(attention, bias, tokens, i, operator)
+        return attended, ranking.remembered(importance, tokens, operator.memory)
 
 
 def reduce_and_finish(

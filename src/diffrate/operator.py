@@ -37,6 +37,9 @@ class Operator:
     image_share   for class attention: the share of the importance that comes from image tokens, what the others
                   receive from a few of them spread evenly over the sequence; what the class token ignores may still
                   serve its neighbours.
+    memory        the share of the importance that comes from where it was last asked for, in an earlier block: what
+                  mattered there is let go more slowly. A merged token remembers what its members had together, so that
+                  this goes with mean "attention".
     pruned_mass   whether the size of a pruned token, times its similarity, goes to the most similar image token that
                   stays, as that of a merged one does; its features are dropped all the same.
     size_aware    whether a token joins the most similar of those that are no smaller than itself (after ATM), where
@@ -52,6 +55,7 @@ class Operator:
     choice: str = "rank"
     floor: float = 0.0
     image_share: float = 0.0
+    memory: float = 0.0
     pruned_mass: bool = False
     size_aware: bool = False
     keep_norm: bool = False
@@ -67,13 +71,15 @@ class Operator:
         for field in ("proportional", *EXTRAS):
             if not isinstance(getattr(self, field), bool):
                 raise DiffRateError(f"{field} must be true or false, not {shown(getattr(self, field))}")
-        for field, most in (("floor", 1000), ("image_share", 1)):
+        for field, most in (("floor", 1000), ("image_share", 1), ("memory", 1)):
             value = getattr(self, field)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 <= value <= most:
                 raise DiffRateError(f"{field} must be a number from 0 to {most}, not {shown(value)}")
         if self.image_share and self.importance not in SHARED:
             raise DiffRateError(f"image_share goes with class attention, not with {self.importance}")
+        if self.memory and self.mean != "attention":
+            raise DiffRateError(f"memory goes with mean attention, not with {self.mean}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {shown(self.seed)}")
 
@@ -82,10 +88,15 @@ class Operator:
         return any(getattr(self, name) for name in EXTRAS)
 
     def changed(self, **changes: Any) -> Operator:
-        """A copy with every change that is not None; another importance than class attention leaves no image share."""
+        """A copy with every change that is not None.
+
+        Another importance than class attention leaves no image share, another mean than attention no memory.
+        """
         changes = {k: v for k, v in changes.items() if v is not None}
         if changes.get("importance", "auto") not in SHARED:
             changes.setdefault("image_share", 0.0)
+        if changes.get("mean", "attention") != "attention":
+            changes.setdefault("memory", 0.0)
         return dataclasses.replace(self, **changes)
 
     @classmethod

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from diffrate.tokens import Tokens
+
 
 def per_logit(bias: Tensor) -> Tensor:
     """A bias of keys (B, N), or one of every pair of tokens (B, heads, N, N), in a shape that adds to logits."""
@@ -74,6 +76,13 @@ def attention_weights(q: Tensor, k: Tensor, scale: float, key_bias: Tensor | Non
 def image_attention(weights: Tensor, prefix: int) -> Tensor:
     """A_i: the attention a token receives, mean over all queries and heads."""
     return weights.mean(dim=(1, 2))[:, prefix:]
+
+
+def remembered(importance: Tensor, tokens: Tokens, memory: float) -> Tensor:
+    """The importance with a share `memory` of what it was before, where that is known."""
+    if not memory or tokens.importance is None:
+        return importance
+    return (1 - memory) * importance + memory * tokens.importance[:, tokens.prefix :]
 
 
 def random_importance(x: Tensor, prefix: int, block: int, seed: int) -> Tensor:

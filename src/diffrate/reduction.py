@@ -49,7 +49,8 @@ def reduce_tokens(tokens: Tokens, importance: Tensor, prune: int, merge: int, op
         with step("merge"):
             tokens, weight = keep_first(tokens, weight, order, prune)
     with step("merge"):
-        return merge_last(tokens, weight, merge, operator.size_aware, operator.keep_norm)[0]
+        left, weight = merge_last(tokens, weight, merge, operator.size_aware, operator.keep_norm)
+        return replace(left, importance=weight if operator.memory else None)
 
 
 def _merge_then_prune(
@@ -59,7 +60,8 @@ def _merge_then_prune(
     tokens, weight = keep_first(tokens, weight, order, tokens.count)
     tokens, weight = merge_last(tokens, weight, merged, operator.size_aware, operator.keep_norm)
     in_order = torch.arange(merged, device=order.device).expand(order.shape[0], -1)
-    return keep_first(tokens, weight, in_order, merge, operator.pruned_mass)[0]
+    left, weight = keep_first(tokens, weight, in_order, merge, operator.pruned_mass)
+    return replace(left, importance=weight if operator.memory else None)
 
 
 def rank(importance: Tensor, prefix: int) -> Tensor:

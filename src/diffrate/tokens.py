@@ -43,6 +43,8 @@ class Tokens:
     size     (B, N) patches a token stands for, or None while every token still stands for itself alone.
     log_size  (B, N) its logarithm, where whoever made the size made that as well.
     normed   (B, N, C) what the first norm of the next block makes of x, where whoever made x made that as well.
+    importance  (B, N) what a token's was where it was last asked for, that of its members together; None for operators
+             without a memory.
     patches  (B, P) for each input patch the index of its token in the sequence, or None when nobody asked.
              A pruned patch holds ~t (negative): it has no token, and t is the one that stands in for it when
              the grid is restored.
@@ -58,6 +60,7 @@ class Tokens:
     grid: tuple[int, int] | None = None
     log_size: Tensor | None = None
     normed: Tensor | None = None
+    importance: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -90,6 +93,7 @@ def rows(tokens: Tokens, chosen: slice) -> Tokens:
         positions=None if tokens.positions is None else tokens.positions.rows(chosen),
         log_size=None if tokens.log_size is None else tokens.log_size[chosen],
         normed=None if tokens.normed is None else tokens.normed[chosen],
+        importance=None if tokens.importance is None else tokens.importance[chosen],
     )
 
 
@@ -104,8 +108,13 @@ def stacked(a: Tokens, b: Tokens) -> Tokens:
     if a.positions is not None and b.positions is not None:
         places = [p.indices(t.x.shape[0], t.count) for p, t in ((a.positions, a), (b.positions, b))]
         positions = replace(a.positions, index=torch.cat(places))
+    importance = None
+    if a.importance is not None and b.importance is not None:
+        importance = torch.cat([a.importance, b.importance])
     features = a.with_features(torch.cat([a.x, b.x]))
-    return replace(features, size=size, patches=patches, positions=positions, log_size=None)
+    return replace(
+        features, size=size, patches=patches, positions=positions, log_size=None, importance=importance
+    )
 
 
 def start(

@@ -61,6 +61,8 @@ SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost", "image_
         ({"operation": "prune"}, "auto"),
         ({"mean": "size"}, "auto"),
         ({"proportional": False}, "auto"),
+        ({"operation": "merge", "mean": "attention", "choice": "cost", "memory": 0.4}, "auto"),
+        ({"mean": "attention", "memory": 0.4}, "auto"),
     ],
     ids=str,
 )

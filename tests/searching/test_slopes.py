@@ -25,7 +25,9 @@ CASES = {
 
 @pytest.mark.parametrize(("kept", "changed"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
-    "operator", [OPERATOR, Operator(), Operator(operation="prune")], ids=["fast", "paper", "prune"]
+    "operator",
+    [OPERATOR, Operator(), Operator(operation="prune"), OPERATOR.changed(memory=0.3)],
+    ids=["fast", "paper", "prune", "memory"],
 )
 def test_variants_equal_separate_models(kept, changed, operator):
     model = random_vit(depth=6)

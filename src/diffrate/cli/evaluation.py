@@ -55,6 +55,7 @@ def eval_command(
     choice: o.Choice = None,
     floor: o.Floor = None,
     image_share: o.ImageShare = None,
+    memory: o.Memory = None,
     pruned_mass: o.PrunedMass = None,
     size_aware: o.SizeAware = None,
     keep_norm: o.KeepNorm = None,
@@ -77,7 +78,7 @@ def eval_command(
     if compare and schedule is None and trained is None:
         raise DiffRateError("--compare compares with the uncompressed model, so it needs a --schedule")
     removal = (
-        importance, operation, proportional, merge_mean, choice, floor, image_share, pruned_mass, size_aware,
+        importance, operation, proportional, merge_mean, choice, floor, image_share, memory, pruned_mass, size_aware,
         keep_norm, seed,
     )  # fmt: skip
     if schedule is None and any(value is not None for value in removal):
@@ -99,6 +100,7 @@ def eval_command(
             choice=choice,
             floor=floor,
             image_share=image_share,
+            memory=memory,
             pruned_mass=pruned_mass,
             size_aware=size_aware,
             keep_norm=keep_norm,

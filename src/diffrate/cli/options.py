@@ -181,6 +181,13 @@ ImageShare = Annotated[
         rich_help_panel=SCHEDULE,
     ),
 ]
+Memory = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of the importance that comes from earlier blocks; the paper's is 0.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
 PrunedMass = Annotated[
     bool | None,
     typer.Option(

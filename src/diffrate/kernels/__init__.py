@@ -71,6 +71,7 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and tokens.count <= MOST_TOKENS
         and operator.importance == "class-attention"
         and operator.operation != "merge-prune"
+        and not (operator.memory and _learns(x))
         and not operator.has_extras
         # Of all pairs of tokens, products of fp32 are torch's: the kernel has no tensor cores for them.
         and (
@@ -168,16 +169,17 @@ def lean(tokens: Tokens) -> bool:
     return not torch.compiler.is_compiling() and len(tokens.x) <= FEW_IMAGES and not _learns(tokens.x)
 
 
-def rank(logits: Tensor, prefix: int, operator: Operator) -> Ranked:
-    """Importance and order of the tokens, from the logits of the queries that rank."""
+def rank(logits: Tensor, prefix: int, operator: Operator, previous: Tensor | None = None) -> Ranked:
+    """Importance and order of the tokens, from the logits of the queries that rank and their `previous` importance."""
+    given = (logits, prefix, operator.image_share, previous if operator.memory else None, operator.memory)
     with step("ranking"):
         if not _beside(logits):
-            importance, order = _ops().rank(logits, prefix, operator.image_share)
+            importance, order = _ops().rank(*given)
             return Ranked(importance, order)
         main, side = torch.cuda.current_stream(logits.device), _side_stream(logits.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            importance, order = _ops().rank(logits, prefix, operator.image_share)
+            importance, order = _ops().rank(*given)
             return Ranked(importance, order, stream=side)
 
 
@@ -197,7 +199,7 @@ def reduce_tokens(
         norm = None
     if ranked.stream is not None:
         torch.cuda.current_stream(tokens.x.device).wait_stream(ranked.stream)
-    x, by_cost = tokens.x, joins and operator.choice == "cost"
+    x, by_cost, importance = tokens.x, joins and operator.choice == "cost", None
     given = (x, *ranked[:2], tokens.size, tokens.prefix, prune, merge, operator.mean, by_cost, operator.floor)
     if _learns(x):
         norm = None
@@ -208,10 +210,13 @@ def reduce_tokens(
             x, size, log_size = Reduction.apply(*given)
     else:
         affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        x, size, log_size, normed = _ops().reduce(*given, *affine)
+        x, size, log_size, normed, importance = _ops().reduce(*given, *affine)
     sized = joins or tokens.size is not None
     left = replace(
-        tokens.with_features(x), size=size if sized else None, log_size=log_size if sized else None
+        tokens.with_features(x),
+        size=size if sized else None,
+        log_size=log_size if sized else None,
+        importance=importance if operator.memory else None,
     )
     return left, normed if norm is not None else None
 

@@ -22,22 +22,28 @@ def kernels() -> Any:
 
 
 @on_its_device
-def rank(logits: Tensor, prefix: int, image_share: float) -> tuple[Tensor, Tensor]:
-    """(B, N) importance and (B, N) token indices in its order, prefix first, from (B, heads, R, N) logits."""
+def rank(
+    logits: Tensor, prefix: int, image_share: float, previous: Tensor | None = None, memory: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(B, N) importance and (B, N) token indices in its order, prefix first, from (B, heads, R, N) logits.
+
+    previous  (B, N) what it was before, of which `memory` is the share.
+    """
     b, heads, queries, n = logits.shape
-    importance, order = _rank_outputs(logits, prefix, image_share)
+    importance, order = _rank_outputs(logits)
     if b:
         width = power_of_two(n)
         share = image_share if queries > 1 else 0.0
         kernels().rank_kernel[(b,)](
-            logits, importance, order, heads * queries, n, prefix,
-            (1 - share) / heads, share / heads / max(queries - 1, 1), queries,
+            logits, or_any(previous, logits), importance, order, heads * queries, n, prefix,
+            (1 - share) / heads, share / heads / max(queries - 1, 1), queries, float(memory),
+            REMEMBERS=previous is not None,
             BLOCK_H=min(16, power_of_two(heads * queries, least=2)), BLOCK_N=width, num_warps=max(4, width // 64),
         )  # fmt: skip
     return importance, order
 
 
-def _rank_outputs(logits: Tensor, prefix: int, image_share: float) -> tuple[Tensor, Tensor]:
+def _rank_outputs(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     b, n = logits.shape[0], logits.shape[-1]
     return logits.new_empty((b, n)), logits.new_empty((b, n), dtype=torch.int32)
 
@@ -61,6 +67,9 @@ class Removal(NamedTuple):
     floor: float
 
 
+Kept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class Affine(NamedTuple):
     """A layer norm; without a weight there is none."""
 
@@ -70,14 +79,15 @@ class Affine(NamedTuple):
 
 
 @on_its_device
-def reduce(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(B, keep, C) tokens, (B, keep) sizes and their logarithms, and the tokens' layer norm, perhaps empty.
+def reduce(x: Tensor, *given: Any) -> Kept:
+    """(B, keep, C) tokens, (B, keep) sizes and their logarithms, the tokens' layer norm, and their importance.
 
+    The norm is empty without an Affine; the importance, that of a token's members together, for means without one.
     The twin of reduction.reduce_tokens. Given are the fields of a Removal and, for the norm, of an Affine.
     Logarithms have the features' type and rows of whole 16 bytes, as attention wants its bias.
     """
     removal, affine = _split(given)
-    kept = _kept(x, removal.keep, affine.weight)
+    kept = _kept(x, removal, affine.weight)
     _reduce(x, removal, kept, affine, None)
     return kept
 
@@ -86,7 +96,7 @@ def reduce(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def reduce_mapped(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tokens, sizes and their logarithms; (B, N) where each token went, and by what share: 0 for what was pruned."""
     removal, affine = _split(given)
-    kept, places = _kept(x, removal.keep, None), _map(x)
+    kept, places = _kept(x, removal, None), _map(x)
     _reduce(x, removal, kept, affine, places)
     return *kept[:3], *places
 
@@ -96,26 +106,26 @@ def _split(given: tuple[Any, ...]) -> tuple[Removal, Affine]:
     return Removal(*given[:fields]), Affine(*given[fields:])
 
 
-def _reduce_outputs(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _reduce_outputs(x: Tensor, *given: Any) -> Kept:
     removal, affine = _split(given)
-    return _kept(x, removal.keep, affine.weight)
+    return _kept(x, removal, affine.weight)
 
 
 def _reduce_mapped_outputs(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return *_kept(x, _split(given)[0].keep, None)[:3], *_map(x)
+    return *_kept(x, _split(given)[0], None)[:3], *_map(x)
 
 
 def _reduce(
     x: Tensor,
     removal: Removal,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    kept: Kept,
     affine: Affine,
     places: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Fill `kept` and, where they are wanted, the places that tokens went to."""
     x = x.contiguous()
     importance, order, size, prefix, prune, keep, mean, by_cost, floor = removal
-    out, out_size, log_size, normed = kept
+    out, out_size, log_size, normed, out_importance = kept
     weight, bias, eps = affine
     if by_cost:
         with step("ranking"):
@@ -132,7 +142,7 @@ def _reduce(
         if b:
             kernels().assemble_kernel[(count * b,)](
                 x, or_any(size, x), importance, order, similarity, target, out, out_size, log_size,
-                or_any(weight, x), or_any(bias, x), normed, destination, share,
+                or_any(weight, x), or_any(bias, x), normed, out_importance, destination, share,
                 n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
                 HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None, WHOLE=whole,
                 MAPPED=places is not None,
@@ -188,14 +198,15 @@ def _spread_back(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ..
     return torch.ops.diffrate.spread(gradient, *ctx.saved_tensors), *([None] * 9)
 
 
-def _kept(x: Tensor, keep: int, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for `keep` tokens of each image, for their sizes and logarithms of sizes, and for their norm."""
-    b, _, c = x.shape
+def _kept(x: Tensor, removal: Removal, weight: Tensor | None) -> Kept:
+    """Room for what is kept of each image: tokens, sizes and logarithms of sizes, the tokens' norm and importance."""
+    (b, _, c), keep = x.shape, removal.keep
     return (
         x.new_empty((b, keep, c)),
         x.new_empty((b, keep), dtype=torch.float32),
         x.new_empty((b, keep + -keep % 8))[:, :keep],
         x.new_empty((b, keep if weight is not None else 0, c)),
+        x.new_empty((b, keep if removal.mean == "attention" else 0), dtype=torch.float32),
     )
 
 
@@ -238,11 +249,15 @@ def _token_tile(batch: int, tokens: int) -> int:
     return min(64 if batch >= MANY else 16, power_of_two(tokens))
 
 
-register("rank(Tensor logits, int prefix, float image_share) -> (Tensor, Tensor)", rank, _rank_outputs)
+register(
+    "rank(Tensor logits, int prefix, float image_share, Tensor? previous=None, float memory=0.0) -> (Tensor, Tensor)",
+    rank,
+    _rank_outputs,
+)
 register(
     "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep,"
     " str mean, bool by_cost, float floor, Tensor? weight, Tensor? bias, float eps)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reduce,
     _reduce_outputs,
 )

@@ -12,8 +12,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["ROWS", "N", "prefix", "QUERIES"])
 def rank_kernel(
-    LOGITS, IMPORTANCE, ORDER, ROWS, N, prefix, first_weight, other_weight, QUERIES,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    LOGITS, PREVIOUS, IMPORTANCE, ORDER, ROWS, N, prefix, first_weight, other_weight, QUERIES, memory,
+    REMEMBERS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Importance of every token of one image (softmax of each row, weighted sum over rows), and the order it gives.
 
@@ -34,6 +34,9 @@ def rank_kernel(
     importance = total
     # A model whose features overflowed gives NaN, which is neither ahead of nor behind anything.
     importance = tl.where(importance == importance, importance, 0.0)
+    if REMEMBERS:
+        previous = tl.load(PREVIOUS + b * N + n, mask=n < N, other=0.0)
+        importance = tl.where(n < prefix, importance, (1.0 - memory) * importance + memory * previous)
     tl.store(IMPORTANCE + b * N + n, importance, mask=n < N)
     tl.store(ORDER + b * N + n, order_of(importance, n, N, prefix), mask=n < N)
 
@@ -145,7 +148,7 @@ def match_kernel(
 @triton.jit(do_not_specialize=["N", "prefix", "keep", "J", "TILES", "MATCH_TILES"])
 def assemble_kernel(
     X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
-    DESTINATION, SHARE,
+    OUT_IMPORTANCE, DESTINATION, SHARE,
     N, C, prefix, keep, J, TILES, MATCH_TILES, log_stride, eps,
     HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
     MAPPED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -197,6 +200,8 @@ def assemble_kernel(
             j_weight = tl.maximum(j_weight, 1.1754943508222875e-38)
         given = tl.where(pairs, j_weight[None, :], 0.0)
         total = weight + tl.sum(given, 1)
+        if MEAN == 2:
+            tl.store(OUT_IMPORTANCE + b * keep + t, total, mask=t < keep)
         comes = tl.max(pairs.to(tl.int32), 0) > 0  # whose features this tile needs
         grows = tl.max(pairs.to(tl.int32), 1) > 0
         share = tl.where(grows, weight / total, 1.0)
@@ -206,10 +211,15 @@ def assemble_kernel(
             tl.store(DESTINATION + b * N + j_row, target, mask=comes)
             tl.store(SHARE + b * N + j_row, tl.sum(given, 0), mask=comes)
         given = given.to(X.dtype.element_ty)
-    elif HAS_SIZE:
-        grown = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
     else:
-        grown = tl.full([BLOCK_T], 1.0, tl.float32)
+        if HAS_SIZE:
+            grown = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
+        else:
+            grown = tl.full([BLOCK_T], 1.0, tl.float32)
+        if MEAN == 2:
+            weight = tl.load(IMPORTANCE + b * N + row, mask=t < keep, other=1.0)
+            weight = tl.where(t < prefix, 1.0, tl.maximum(weight, 1.1754943508222875e-38))
+            tl.store(OUT_IMPORTANCE + b * keep + t, weight, mask=t < keep)
     tl.store(OUT_SIZE + b * keep + t, grown, mask=t < keep)
     tl.store(LOG_SIZE + b * log_stride + t, tl.log(grown).to(X.dtype.element_ty), mask=t < keep)
     if MAPPED:

@@ -50,7 +50,11 @@ class PaperRecipe:
             raise DiffRateError(
                 "the paper's recipe masks tokens by rank: use prune-merge, prune or merge, with choice rank"
             )
-        if operator.importance not in ("class-attention", "image-attention") or operator.image_share:
+        if (
+            operator.importance not in ("class-attention", "image-attention")
+            or operator.image_share
+            or operator.memory
+        ):
             raise DiffRateError("the paper's recipe ranks by class attention or by image attention alone")
         if operator.has_extras:
             raise DiffRateError(f"the paper's recipe masks tokens: it does not go with {', '.join(EXTRAS)}")
