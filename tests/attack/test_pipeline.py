@@ -17,7 +17,7 @@ import diffrate
 from backbones.test_timm_metaformer import build as small_caformer
 from backbones.test_timm_relpos import build as small_beit
 from conftest import TINY, random_vit
-from diffrate import compressed
+from diffrate import blocks
 from diffrate.backbones import backbone_of
 from diffrate.costs.macs import gmacs
 from diffrate.methods.policy import PolicyModel
@@ -81,7 +81,7 @@ class Spied:
     """The reduction, watched: the prefix comes out as it went in, and what leaves is a subset or a mean."""
 
     def __init__(self) -> None:
-        self.reductions, self.real = 0, compressed.reduce_tokens
+        self.reductions, self.real = 0, blocks.reduce_tokens
 
     def __call__(
         self, tokens: Tokens, importance: Tensor, prune: int, merge: int, operator: Operator
@@ -143,7 +143,7 @@ def test_every_walk_keeps_its_promises(case: tuple[str, Schedule, dict[str, Any]
     fast = diffrate.compress(model, schedule, **changes)
     layout, spy = fast.backbone.layout, Spied()
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(compressed, "reduce_tokens", spy)
+        patch.setattr(blocks, "reduce_tokens", spy)
         trace = fast.trace(images)
         logits, final = fast(images, return_tokens=True)
     kept = schedule.effective.merge
@@ -192,7 +192,7 @@ def test_mass_is_conserved_where_it_is_promised(kind: str, data: st.DataObject) 
 
     tokens = Tokens(torch.ones(1, 20, 4), 1)
     merge = data.draw(st.integers(2, 19))
-    reduced = compressed.reduce_tokens(tokens, torch.rand(1, 19), 20, merge, Operator(operation="merge"))
+    reduced = blocks.reduce_tokens(tokens, torch.rand(1, 19), 20, merge, Operator(operation="merge"))
     assert reduced.sizes().sum().item() == pytest.approx(20, rel=1e-5)
 
 
