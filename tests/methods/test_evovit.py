@@ -8,10 +8,9 @@ import pytest
 import timm
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
-from conftest import random_vit
+from conftest import flop_counter, random_vit
 from diffrate.errors import DiffRateError
 from diffrate.methods.evovit import EvoViT
 from diffrate.training import Recipe
@@ -103,8 +102,7 @@ def test_gmacs_are_those_that_torch_counts_and_meet_budgets() -> None:
     for budget in (0.655, 0.81, 1.0):
         fast = EvoViT.at(model, budget).eval()
         assert 0.99 * budget < diffrate.gmacs(fast) <= budget
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
+    with flop_counter() as counter:
         fast(torch.zeros(1, 3, 224, 224))
     assert diffrate.gmacs(fast) == pytest.approx(counter.get_total_flops() / 2e9, rel=2e-3)
     # The paper: DeiT-S with half of the tokens from the fifth block on has about 3.0 GFLOPs.

@@ -9,10 +9,9 @@ import pytest
 import timm
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
-from conftest import random_vit
+from conftest import flop_counter, random_vit
 from diffrate.methods.dynamicvit import DynamicViT
 from diffrate.methods.selection import SelectingModel, Trial, feature_loss, ratio_loss
 from diffrate.methods.spvit import SPViT
@@ -208,8 +207,7 @@ def test_gmacs_of_the_paper_on_deit_small(keep_rate: float, gmacs: float) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_macs_are_those_that_torch_counts(kind: type[SelectingModel]) -> None:
     fast = kind(timm.create_model("vit_tiny_patch16_224").eval(), 0.6).eval()
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
+    with flop_counter() as counter:
         fast(torch.zeros(1, 3, 224, 224))
     assert diffrate.gmacs(fast) == pytest.approx(counter.get_total_flops() / 2e9, rel=1e-3)
 
@@ -229,7 +227,9 @@ def test_patches_of_dropped_tokens_belong_to_the_package() -> None:
     assert last.patches is not None
     assert last.count == 1 + 8 + 1
     assert bool((last.patches >= 1).all())  # nothing is lost
-    assert int((last.patches == 9).sum()) >= 64 - 8 - 8  # eight kept; the first packages may be among them
+    members = last.patches[0].bincount(minlength=10)
+    assert int(members[9]) > 1
+    assert int(members[members > 1].sum()) >= 64 - 8  # eight kept, earlier packages perhaps among them
 
 
 def test_selectors_learn_faster_than_the_model() -> None:
