@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from diffrate.backbones.base import Backbone, linear_macs
@@ -27,7 +28,8 @@ class Predictor(Selector):
         self.macs = linear_macs(self)
 
     def forward(self, x: Tensor, alive: Tensor) -> Tensor:
-        return self.score(local_and_global(self.embed(x), alive)).float().log_softmax(dim=-1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return self.score(local_and_global(self.embed(x), alive)).to(wide).log_softmax(dim=-1)
 
 
 class DynamicViT(SelectingModel):

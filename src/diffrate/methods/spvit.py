@@ -43,8 +43,9 @@ class MultiHeadSelector(Selector):
 
     def forward(self, x: Tensor, alive: Tensor) -> Tensor:
         parts = x.unflatten(-1, (self.heads, -1))  # (B, N, heads, d)
-        probability = self.score(local_and_global(self.embed(parts), alive)).float().softmax(dim=-1)
-        weight = self.weigh(parts.mean(dim=-1)).float().sigmoid()  # (B, N, heads)
+        wide = torch.promote_types(x.dtype, torch.float32)  # in half precision nearly equal scores tie
+        probability = self.score(local_and_global(self.embed(parts), alive)).to(wide).softmax(dim=-1)
+        weight = self.weigh(parts.mean(dim=-1)).to(wide).sigmoid()  # (B, N, heads)
         weight = weight / weight.sum(dim=-1, keepdim=True).clamp_min(TINY)
         return (probability * weight.unsqueeze(-1)).sum(dim=2).clamp_min(TINY).log()
 
