@@ -42,7 +42,7 @@ class Tokens:
     prefix   how many leading tokens (class, distillation, registers) are never removed or merged into.
     size     (B, N) patches a token stands for, or None while every token still stands for itself alone.
     log_size  (B, N) its logarithm, where whoever made the size made that as well.
-    normed   (B, N, C) what the first norm of the next block makes of x, where whoever made x made that as well.
+    normed   (B, N, C) what the norm that comes next makes of x, where whoever made x made that as well.
     importance  (B, N) what a token's was where it was last asked for, that of its members together; None for operators
              without a memory.
     patches  (B, P) for each input patch the index of its token in the sequence, or None when nobody asked.

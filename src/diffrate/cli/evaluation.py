@@ -9,6 +9,7 @@ import typer
 
 import diffrate
 from diffrate.cli import options as o
+from diffrate.cli.flags import with_flags
 from diffrate.cli.output import save_json, show_effective, show_table
 from diffrate.data import build_loader, preprocessing
 from diffrate.devices import resolve_device
@@ -21,8 +22,10 @@ from diffrate.results import check_target
 NUMBERS = ("top1", "top5", "loss", "images", "images_per_second")
 
 
+@with_flags("removal", o.REMOVAL)
 def eval_command(
     model: o.ModelName,
+    removal: dict[str, Any],
     checkpoint: o.Checkpoint = None,
     pretrained: o.Pretrained = False,
     num_classes: o.NumClasses = None,
@@ -48,18 +51,6 @@ def eval_command(
             rich_help_panel=o.SCHEDULE,
         ),
     ] = False,
-    importance: o.Importance = None,
-    operation: o.Operation = None,
-    proportional: o.Proportional = None,
-    merge_mean: o.MergeMean = None,
-    choice: o.Choice = None,
-    floor: o.Floor = None,
-    image_share: o.ImageShare = None,
-    memory: o.Memory = None,
-    pruned_mass: o.PrunedMass = None,
-    size_aware: o.SizeAware = None,
-    keep_norm: o.KeepNorm = None,
-    seed: o.Seed = None,
     device: o.Device = None,
     amp: o.Amp = False,
     amp_dtype: o.AmpDtype = "float16",
@@ -77,11 +68,7 @@ def eval_command(
         raise DiffRateError("a --trained model brings its own schedule or method: leave --schedule out")
     if compare and schedule is None and trained is None:
         raise DiffRateError("--compare compares with the uncompressed model, so it needs a --schedule")
-    removal = (
-        importance, operation, proportional, merge_mean, choice, floor, image_share, memory, pruned_mass, size_aware,
-        keep_norm, seed,
-    )  # fmt: skip
-    if schedule is None and any(value is not None for value in removal):
+    if schedule is None and removal:
         raise DiffRateError("how tokens are removed matters only with a --schedule")
     where = resolve_device(device)
     size = None if img_size is None else o.read_size(img_size)
@@ -90,22 +77,7 @@ def eval_command(
     tested = (
         read_trained(trained, whole)
         if trained is not None
-        else diffrate.compress(
-            whole,
-            chosen,
-            importance=importance,
-            operation=operation,
-            proportional=proportional,
-            mean=merge_mean,
-            choice=choice,
-            floor=floor,
-            image_share=image_share,
-            memory=memory,
-            pruned_mass=pruned_mass,
-            size_aware=size_aware,
-            keep_norm=keep_norm,
-            seed=seed,
-        )
+        else diffrate.compress(whole, chosen, **o.operator_changes(removal))
     )
     images: dict[str, Any] = {"img_size": size, "crop_pct": crop_pct, "mean": mean, "std": std}
     images["interpolation"] = interpolation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from torch import nn
 
 from diffrate import published
+from diffrate.cli.flags import Flag
 from diffrate.cli.output import note
 from diffrate.data import LARGEST_BATCH, MOST_WORKERS
 from diffrate.devices import AMP_DTYPES
@@ -216,6 +218,19 @@ Seed = Annotated[
     int | None,
     typer.Option(help="Seed of the random importance.", min=0, max=2**31 - 1, rich_help_panel=SCHEDULE),
 ]
+# How tokens are removed, for commands that take a schedule.
+REMOVAL = {
+    "importance": Flag(Importance), "operation": Flag(Operation), "proportional": Flag(Proportional),
+    "merge_mean": Flag(MergeMean), "choice": Flag(Choice), "floor": Flag(Floor), "image_share": Flag(ImageShare),
+    "memory": Flag(Memory), "pruned_mass": Flag(PrunedMass), "size_aware": Flag(SizeAware),
+    "keep_norm": Flag(KeepNorm), "seed": Flag(Seed),
+}  # fmt: skip
+
+
+def operator_changes(removal: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of REMOVAL as fields of an Operator: --mean is that of images."""
+    return {"mean" if name == "merge_mean" else name: value for name, value in removal.items()}
+
 
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, …; the GPU if there is one.", rich_help_panel=RUN)

@@ -12,6 +12,7 @@ import diffrate
 from diffrate import published
 from diffrate.backbones import backbone_of
 from diffrate.cli import options as o
+from diffrate.cli.flags import with_flags
 from diffrate.cli.output import counts, note, save_json, show_effective, show_table
 from diffrate.errors import DiffRateError
 from diffrate.models import input_size, load_model
@@ -68,9 +69,11 @@ def macs(
     save_json(json, {"model": model, "img_size": input_size(whole), "gmacs": gmacs})
 
 
+@with_flags("removal", o.REMOVAL)
 def compress(
     model: o.ModelName,
     output: Annotated[Path, typer.Option("--output", "-o", help="Schedule file to write.")],
+    removal: dict[str, Any],
     num_classes: o.NumClasses = None,
     model_kwargs: o.ModelKwargs = None,
     img_size: o.ImgSize = None,
@@ -83,18 +86,6 @@ def compress(
         str | None,
         typer.Option(help="Tokens kept after merging, one count a block.", rich_help_panel=o.SCHEDULE),
     ] = None,
-    importance: o.Importance = None,
-    operation: o.Operation = None,
-    proportional: o.Proportional = None,
-    merge_mean: o.MergeMean = None,
-    choice: o.Choice = None,
-    floor: o.Floor = None,
-    image_share: o.ImageShare = None,
-    memory: o.Memory = None,
-    pruned_mass: o.PrunedMass = None,
-    size_aware: o.SizeAware = None,
-    keep_norm: o.KeepNorm = None,
-    seed: o.Seed = None,
     json: o.JsonFile = None,
 ) -> None:
     """Write a schedule file, checked against a model, with its cost and how it was made.
@@ -116,22 +107,7 @@ def compress(
         chosen = o.read_schedule(schedule, whole, model)
     else:
         chosen = _from_lists(prune, merge, backbone_of(whole).layout.prefix)
-    compressed = diffrate.compress(
-        whole,
-        chosen,
-        importance=importance,
-        operation=operation,
-        proportional=proportional,
-        mean=merge_mean,
-        choice=choice,
-        floor=floor,
-        image_share=image_share,
-        memory=memory,
-        pruned_mass=pruned_mass,
-        size_aware=size_aware,
-        keep_norm=keep_norm,
-        seed=seed,
-    )
+    compressed = diffrate.compress(whole, chosen, **o.operator_changes(removal))
     checked = dataclasses.replace(
         chosen,
         operator=compressed.operator,

@@ -5,10 +5,10 @@ for the operators that the kernels know: class attention, pruning before merging
 pruned. In training the reduction also notes where each token went, which is its gradient. All else runs as plain
 PyTorch, `ranking` and `reduction`, which are what the kernels are tested against.
 
-Attention of many images is torch's (`mixing`): on an H200 cuDNN's with a bias was faster than a kernel of our own. For
-few (`FEW_HEADS`) it is ours, which fills the GPU with smaller tiles and hands out the class token's logits on the way;
-there, too, ranking runs beside the output projection where a CUDA graph is being captured. `using` changes the choice,
-to measure it.
+Attention of many images is torch's (`mixing`), with the sizes of tokens as a bias or, where it is cuDNN's, as further
+features of queries and keys (`_widens`): a kernel of our own was slower. For few (`FEW_HEADS`) it is ours, which fills
+the GPU with smaller tiles and hands out the class token's logits on the way; there, too, ranking runs beside the output
+projection where a CUDA graph is being captured. `using` changes the choice, to measure it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from diffrate.steps import step
 from diffrate.tokens import Tokens
 
 PATHS = ("auto", "plain")
-MOST_TOKENS = 1024  # ranks come from comparing each token with each other one
+MOST_TOKENS = 1024  # of one image, which one program ranks
 FEW_HEADS = 64  # images x heads up to which attention runs as a kernel of our own
-FEW_IMAGES = 4
+FEW_IMAGES = 4  # up to which also blocks that remove nothing run as kernels
 LEAST_SCALE = 1e-3  # of logits, by which log(size) is divided in half precision
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = False  # tests: run the kernels on the CPU, in Triton's interpreter
@@ -251,7 +251,7 @@ def add(tokens: Tokens, update: Tensor, norm: nn.LayerNorm | None) -> Tokens:
 
 
 def _can_norm(norm: nn.LayerNorm, x: Tensor) -> bool:
-    """Whether the assembling kernel may stand in for this norm: an affine one of features, in the features' type."""
+    """Whether a kernel may stand in for this norm: an affine one of features, in the features' type."""
     return (
         norm.normalized_shape == (x.shape[-1],)
         and norm.weight is not None
