@@ -7,6 +7,7 @@ as it came. All that changes from block to block travels in one Tokens object.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from diffrate import kernels
 from diffrate.backbones import Layout, backbone_of
 from diffrate.backbones.timm_metaformer import TimmMetaFormer
 from diffrate.blocks import run_block, run_block_for_prefix
@@ -246,9 +248,13 @@ class CompressedModel(nn.Module, HubModel):
         self, images: Tensor, track: bool, collect: Collection[int] = (), for_head: bool = False
     ) -> tuple[Tokens, list[Tokens]]:
         """The tokens after the last block, and after those of `collect`; `for_head`: only what the head looks at."""
-        with step("embedding"):
-            tokens = self.backbone.start(images, track)
-        return self._walk_from(tokens, collect, for_head)
+        return self._walk_from(self._start(images, track), collect, for_head)
+
+    def _start(self, images: Tensor, track: bool = False) -> Tokens:
+        """The tokens that enter the first block; where nothing will be removed, to the bit those of the original."""
+        own = self.schedule.removes_nothing
+        with step("embedding"), nullcontext() if own else kernels.embedding(images):
+            return self.backbone.start(images, track)
 
     def _walk_from(
         self, tokens: Tokens, collect: Collection[int] = (), for_head: bool = False

@@ -37,7 +37,7 @@ class CompressedTower(CompressedModel):
         config = self.config
         if output_hidden_states is None:
             output_hidden_states = bool(getattr(config, "output_hidden_states", False))
-        first, walked = self.backbone.start(pixel_values, return_tokens), range(self.backbone.layout.depth)
+        first, walked = self._start(pixel_values, return_tokens), range(self.backbone.layout.depth)
         tokens, left = self._walk_from(first, walked if output_hidden_states else ())
         tokens = tokens.with_features(self.backbone.norm(tokens.x))
         more: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor, nn
 
-from diffrate import graphs
+from diffrate import graphs, kernels
 from diffrate.backbones import Backbone, Layout, backbone_of
 from diffrate.blocks import run_block, run_block_for_prefix
 from diffrate.compressed import CompressedModel, checked_operator, compress
@@ -76,7 +76,8 @@ def profile(
             kinds.append(_block_times(backbone, products.index(kind), images, operator, clock))
         last = _last_block(backbone, images, operator, clock) if layout.compresses_last_block else None
         tokens = backbone.start(images)
-        around = clock.median(lambda: backbone.embed(images))[0]
+        with kernels.embedding(images):  # as compressed models have it
+            around = clock.median(lambda: backbone.embed(images))[0]
         around += clock.median(lambda: backbone.head(tokens.with_features(backbone.norm(tokens.x))))[0]
         table = LatencyTable(
             name, layout.depth, layout.dim, layout.tokens, layout.prefix, device_name(where), dtype_name(weight.dtype),
@@ -86,7 +87,8 @@ def profile(
         say("timing whole models under several schedules")
         schedules = check_schedules(model, operator)
         models = [compress(model, s) for s in schedules]
-        measured = time_models(models, images, repeats=max(10, repeats // 2), mode=mode)
+        with kernels.embedding(images):  # also for the one that removes nothing: a table has one price for it
+            measured = time_models(models, images, repeats=max(10, repeats // 2), mode=mode)
     return _fitted(table, schedules, measured)
 
 

@@ -8,7 +8,8 @@ PyTorch, `ranking` and `reduction`, which are what the kernels are tested agains
 Attention of many images is torch's (`mixing`), with the sizes of tokens as a bias or, where it is cuDNN's, as further
 features of queries and keys (`_widens`): a kernel of our own was slower. For few (`FEW_HEADS`) it is ours, which fills
 the GPU with smaller tiles and hands out the class token's logits on the way; there, too, ranking runs beside the output
-projection where a CUDA graph is being captured. `using` changes the choice, to measure it.
+projection where a CUDA graph is being captured. Images are cut into patches by a product (`embedding`). `using`
+changes the choice, to measure it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from diffrate.backbones.base import Attention
 from diffrate.errors import DiffRateError
 from diffrate.kernels import ops
+from diffrate.kernels.patches import PatchProducts
 from diffrate.mixing import mix
 from diffrate.operator import Operator
 from diffrate.ranking import QUERIES
@@ -80,6 +82,11 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
             or INTERPRETED
         )
     )
+
+
+def embedding(images: Tensor) -> AbstractContextManager[Any]:
+    """Within, a model's own embedding runs in the faster way that this device has."""
+    return PatchProducts() if _path != "plain" and (images.is_cuda or INTERPRETED) else nullcontext()
 
 
 class Ranked(NamedTuple):
