@@ -51,13 +51,14 @@ class Case:
     batch: int
     modes: tuple[str, ...]
     kernels: str = "auto"
+    products: bool = False  # also the baselines with patches by a product
 
     def name(self, dtype: str) -> str:
         return f"{self.model} batch {self.batch} {dtype} {'+'.join(self.modes)} {self.kernels}"
 
 
 CASES = (
-    Case("deit_base_patch16_224", (8.7, 11.5), 1024, ("eager", "compiled")),
+    Case("deit_base_patch16_224", (8.7, 11.5), 1024, ("eager", "compiled"), products=True),
     Case("deit_small_patch16_224", (2.3, 2.9), 1024, ("eager", "compiled")),
     Case("deit_tiny_patch16_224", (0.6, 0.8), 1024, ("eager", "compiled")),
     Case("deit_base_patch16_224", (8.7, 11.5), 1, ("graph", "compiled-graph")),
@@ -151,8 +152,9 @@ def run(
     wanted = arguments.modes.split(",") if arguments.modes else case.modes
     modes = [m for m in case.modes if m in wanted and (device.type == "cuda" or "graph" not in m)]
     for speeds in bench(
-        model, schedules, [batch], device, dtype, modes, repeats=arguments.repeats, path=case.kernels
-    ):
+        model, schedules, [batch], device, dtype, modes,
+        repeats=arguments.repeats, path=case.kernels, products=case.products,
+    ):  # fmt: skip
         yield [asdict(speed) for speed in speeds]
 
 

@@ -8,11 +8,12 @@ Beside it other methods at the same MACs, tuned by the same recipe and their own
 SPViT with their trained selectors, Evo-ViT, EViT and ToMe (`--methods`).
 
 The data lie on the device whole, and `--workers` runs share one GPU. Fine-tuning takes `--tune-epochs`; how long that
-took says how many epochs of training from scratch fit into `--minutes`, and every such run gets that many (or
-`--epochs`), with its cosine over all of them. Rows are saved as runs end. On an H200, about 6 minutes:
+took says how many epochs of training from scratch fit into `--minutes`, and every such run gets that many; with
+`--epochs` all runs begin at once. Each has its cosine over all of its epochs. Rows are saved as runs end. On an H200,
+about 6 minutes:
 
-    python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 7 --minutes 6 \\
-        --json results/with_training_fashion_h200.json
+    python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 13 --epochs 40 \\
+        --minutes 8 --methods "" --json results/with_training_fashion_h200.json
 
 A try on a CPU: --images 256 --test-images 100 --tune-epochs 1 --epochs 1 --seeds 1 --workers 1 --search-steps 2
 
@@ -64,6 +65,8 @@ TUNED, SCRATCH, CONTROL = "fine-tuned", "from scratch", "uncompressed, fine-tune
 RIVALS = ("dynamicvit", "spvit", "evo-vit", "evit", "tome")
 LONGEST = 50  # epochs: what the embedded model itself was trained for
 DROP_PATH = 0.05
+# From scratch in larger steps than the embedded model was, so that six runs share a GPU well.
+FROM_SCRATCH = replace(EMBEDDED, batch_size=1024, lr=2.5e-3, warmup_epochs=5, ema_decay=0.997)
 # The embedded model's own recipe, from a learning rate at which it changes little by little.
 TUNE = replace(EMBEDDED, epochs=6, lr=2e-4, min_lr=1e-6, warmup_epochs=1, distillation=0.5, ema_decay=0.998)
 
@@ -195,27 +198,27 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     seeds = range(arguments.seeds)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(arguments.workers, context) if arguments.workers else None
-    try:
-        collect(
-            [job(CONTROL, "100%", 0, tune)]
-            + [job(TUNED, budget, s, tune) for s in seeds for budget in schedules],
-            pool,
+
+    def from_scratch(epochs: int) -> list[Job]:
+        recipe = replace(
+            FROM_SCRATCH, epochs=epochs, warmup_epochs=min(FROM_SCRATCH.warmup_epochs, epochs // 5)
         )
+        results["recipes"] = {TUNED: asdict(tune), SCRATCH: asdict(recipe)}
+        return [job(SCRATCH, budget, s, recipe) for s in seeds for budget in schedules]
+
+    try:
+        tuned = [job(TUNED, budget, s, tune) for s in seeds for budget in schedules]
         rivals = [
             job(f"{method}, {TUNED}", budget, 0, tune, method)
             for method in arguments.methods.split(",")
             for budget in schedules
             if method and _reaches(method, model, schedules[budget], results)
         ]
-        collect(rivals, pool)
-        if arguments.epochs == 0:
-            return results
-        epochs = arguments.epochs or _fitting(
-            results["runs"], deadline, len(schedules) * len(seeds), arguments.workers
-        )
-        scratch = replace(EMBEDDED, epochs=epochs, warmup_epochs=min(EMBEDDED.warmup_epochs, epochs // 5))
-        results["recipes"] = {TUNED: asdict(tune), SCRATCH: asdict(scratch)}
-        collect([job(SCRATCH, budget, s, scratch) for s in seeds for budget in schedules], pool)
+        longest_first = from_scratch(arguments.epochs) if arguments.epochs else []
+        collect([*longest_first, job(CONTROL, "100%", 0, tune), *tuned, *rivals], pool)
+        if arguments.epochs is None:
+            runs = len(schedules) * len(seeds)
+            collect(from_scratch(_fitting(results["runs"], deadline, runs, arguments.workers)), pool)
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)

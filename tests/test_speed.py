@@ -9,7 +9,8 @@ import torch
 
 import diffrate
 from conftest import TINY_FLAGS, check_refused, random_vit
-from diffrate import DiffRateError, Schedule, speed
+from diffrate import DiffRateError, Schedule, kernels, speed
+from diffrate.kernels import patches
 
 SCHEDULE = Schedule([17, 15, 12, 6], [17, 12, 12, 3])
 
@@ -33,9 +34,26 @@ def test_the_oracle_slice_cuts_after_attention(model):
         assert torch.equal(whole(images), model(images))
 
 
+def test_baselines_with_patches_by_product(model, monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    projected = []
+    project = patches.project
+    monkeypatch.setattr(patches, "project", lambda *given: projected.append(1) or project(*given))
+    model, images = model.bfloat16(), torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for baseline in (model, speed.OracleSlice(model, SCHEDULE)):
+            faster = speed.PatchesByProduct(baseline)
+            torch.testing.assert_close(faster(images), baseline(images), atol=0.05, rtol=0.05)
+    assert len(projected) == 2
+
+
 def test_entrants(model):
     names = [row.name for row in speed.entrants(model, {"a": SCHEDULE}, baselines=True)]
     assert names == ["uncompressed", "oracle slice", "a", "ToMe", "EViT"]
+    fair = speed.entrants(model, {"a": SCHEDULE}, products=True)
+    by_product = ["uncompressed, patches by product", "oracle slice, patches by product"]
+    assert [row.name for row in fair] == ["uncompressed", by_product[0], "oracle slice", by_product[1], "a"]
+    assert [row.oracle for row in fair] == [None, None, None, None, "oracle slice"]
     rows = speed.entrants(model, {"a": SCHEDULE, "b": Schedule.identity(4, 17)})
     assert [(row.name, row.oracle) for row in rows] == [
         ("uncompressed", None),

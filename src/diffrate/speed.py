@@ -32,7 +32,7 @@ from diffrate.steps import MARK, STEPS
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MODES = ("eager", "compiled", "graph", "compiled-graph")
-UNCOMPRESSED, ORACLE = "uncompressed", "oracle slice"
+UNCOMPRESSED, ORACLE, BY_PRODUCT = "uncompressed", "oracle slice", ", patches by product"
 WARM_UP = 3  # untimed calls
 LEAST_SECONDS = 0.02  # of one sample: shorter calls are timed several at once
 
@@ -86,6 +86,18 @@ class OracleSlice(nn.Module):
         return backbone.head(tokens.with_features(backbone.norm(tokens.x)))
 
 
+class PatchesByProduct(nn.Module):
+    """Another model that cuts images into patches in the way compressed models do, to see what that alone gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Any:
+        with kernels.embedding(images):
+            return self.model(images)
+
+
 @dataclass(frozen=True)
 class Entrant:
     """A row to be: a model, what it costs, and the row that is its ceiling."""
@@ -96,14 +108,25 @@ class Entrant:
     oracle: str | None = None
 
 
-def entrants(model: nn.Module, schedules: Mapping[str, Schedule], baselines: bool = False) -> list[Entrant]:
-    """The uncompressed model and, for each schedule, its oracle slice, the compressed model and rivals."""
+def entrants(
+    model: nn.Module, schedules: Mapping[str, Schedule], baselines: bool = False, products: bool = False
+) -> list[Entrant]:
+    """The uncompressed model and, for each schedule, its oracle slice, the compressed model and rivals.
+
+    products  also the first two with their patches cut by a product, as those of compressed models are on a GPU.
+    """
     cost = MacCost.of(model)
-    rows = [Entrant(UNCOMPRESSED, model, cost.of_schedule(None))]
+    whole = cost.of_schedule(None)
+    rows = [Entrant(UNCOMPRESSED, model, whole)]
+    if products:
+        rows.append(Entrant(f"{UNCOMPRESSED}{BY_PRODUCT}", PatchesByProduct(model), whole))
     for name, schedule in schedules.items():
         gmacs = cost.of_schedule(schedule)
         oracle = ORACLE if len(schedules) == 1 else f"{ORACLE}, {name}"
-        rows.append(Entrant(oracle, OracleSlice(model, schedule), gmacs))
+        sliced = OracleSlice(model, schedule)
+        rows.append(Entrant(oracle, sliced, gmacs))
+        if products:
+            rows.append(Entrant(f"{oracle}{BY_PRODUCT}", PatchesByProduct(sliced), gmacs))
         rows.append(Entrant(name, compress(model, schedule), gmacs, oracle))
         if baselines:
             for label, method in {"ToMe": "tome", "EViT": "evit"}.items():
@@ -123,12 +146,14 @@ def bench(
     baselines: bool = False,
     repeats: int = 10,
     path: str = "auto",
+    products: bool = False,
 ) -> Iterator[list[Speed]]:
     """Time a model and its schedules on random images: one list of rows for each batch size and mode.
 
     A batch for which there is no memory is halved until there is; the rows say of how many images they are.
 
-    path  which kernels run: see diffrate.kernels.using.
+    path      which kernels run: see diffrate.kernels.using.
+    products  also baselines with their patches cut by a product: see entrants.
     """
     where = torch.device(device)
     if dtype not in DTYPES:
@@ -139,7 +164,7 @@ def bench(
         if "graph" in mode and where.type != "cuda":
             raise DiffRateError(f"mode {mode} needs a CUDA device")
     lent = copy.deepcopy(model).to(where, DTYPES[dtype]).eval()  # the caller's model stays as it is
-    rows = entrants(lent, schedules or {}, baselines)
+    rows = entrants(lent, schedules or {}, baselines, products)
     layout = backbone_of(lent).layout
     with kernels.using(path):
 

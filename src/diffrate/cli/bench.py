@@ -43,7 +43,8 @@ def bench_command(
         bool,
         typer.Option(
             "--baselines",
-            help="Also time ToMe and EViT at the same MACs.",
+            help="Also time ToMe and EViT at the same MACs; on a GPU also the uncompressed model and the oracle slice "
+            "with their patches cut by a product, as compressed models do it there.",
             rich_help_panel=o.SCHEDULE,
         ),
     ] = False,
@@ -126,14 +127,17 @@ def bench_command(
         name: {text: o.read_schedule(text, whole, name) for text in schedule or []}
         for name, whole in built.items()
     }
-    expected = [row.name for name in model for row in entrants(built[name], schedules[name], baselines)]
+    products = baselines and where.type == "cuda"
+    expected = [
+        row.name for name in model for row in entrants(built[name], schedules[name], baselines, products)
+    ]
     if unknown := set(given) - set(expected):
         names = ", ".join(dict.fromkeys(expected))
         raise DiffRateError(f"there is no row {', '.join(sorted(unknown))} for an accuracy; rows are {names}")
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
     for name, whole in built.items():
-        options = (sizes, where, dtype, mode or ["eager"], baselines, repeats, path)
+        options = (sizes, where, dtype, mode or ["eager"], baselines, repeats, path, products)
         fitted: dict[int, None] = {}  # batch sizes for which there was memory
         for speeds in bench(whole, schedules[name], *options):
             fitted[speeds[0].batch_size] = None
