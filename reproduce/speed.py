@@ -7,6 +7,8 @@ depend on them. Rows are written as they come; a run that ends early keeps its r
     python reproduce/speed.py --json results/speed_h200.json                    # checks, then all cases
     python reproduce/speed.py --json results/speed_h200.json --only deit_base --minutes 8
     python reproduce/speed.py --only checks                                      # also: kernels
+
+Compiling takes most of the time; `--turns` has several of these compile side by side, one after the other timed.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from turns import Turns
 
 from diffrate import kernels, published
 from diffrate.backbones.base import Attention
 from diffrate.devices import now, resolve_device
 from diffrate.kernels import ops
+from diffrate.kernels.patches import project
 from diffrate.mixing import mix
 from diffrate.models import load_model
 from diffrate.operator import Operator
@@ -88,12 +92,15 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, help="in place of every batch size above 1, to try the script out"
     )
+    parser.add_argument("--budgets", default="", help="of each case only these GMACs")
+    parser.add_argument("--turns", default="", help="FOLDER,N: beside others, timed in turns; see turns.py")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep the rows in --json and skip their cases")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     device = resolve_device(arguments.device)
+    arguments.turn = Turns(arguments.turns).turn
     deadline = time.monotonic() + 60 * arguments.minutes
     results: dict[str, Any] = {"rows": [], "kernels": [], "profiles": []}
     if arguments.resume and arguments.json is not None and arguments.json.is_file():
@@ -147,13 +154,14 @@ def run(
     case: Case, dtype: str, device: torch.device, arguments: argparse.Namespace
 ) -> Iterator[list[dict[str, Any]]]:
     model = build(case)
-    schedules = {f"{g:g} G": published.for_model(model, case.model, g)[0] for g in case.budgets}
+    budgets = [g for g in case.budgets if not arguments.budgets or f"{g:g}" in arguments.budgets.split(",")]
+    schedules = {f"{g:g} G": published.for_model(model, case.model, g)[0] for g in budgets}
     batch = min(case.batch, arguments.batch or case.batch)
     wanted = arguments.modes.split(",") if arguments.modes else case.modes
     modes = [m for m in case.modes if m in wanted and (device.type == "cuda" or "graph" not in m)]
     for speeds in bench(
         model, schedules, [batch], device, dtype, modes,
-        repeats=arguments.repeats, path=case.kernels, products=case.products,
+        repeats=arguments.repeats, path=case.kernels, products=case.products, gate=arguments.turn,
     ):  # fmt: skip
         yield [asdict(speed) for speed in speeds]
 
@@ -288,6 +296,17 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         }
         for name, call in kinds.items():
             yield {"shape": [b, heads, n, d], "kernel": name, "ms": milliseconds(call, device)}
+    for c in (192, 384, 768, 1024):
+        images = torch.randn(batch, 3, 224, 224, device=device, dtype=torch.float16)
+        weight = torch.randn(c, 3, 16, 16, device=device, dtype=torch.float16)
+        ways: dict[str, Callable[[], Any]] = {
+            "patches by convolution": lambda i=images, w=weight: (
+                F.conv2d(i, w, stride=16).flatten(2).transpose(1, 2)
+            ),
+            "patches by product": lambda i=images, w=weight: project(i, w, None).flatten(2).transpose(1, 2),
+        }
+        for name, call in ways.items():
+            yield {"shape": [batch, 3, 224, c], "kernel": name, "ms": milliseconds(call, device)}
     for b, heads, n, c in ((batch, 12, 170, 768), (batch, 3, 170, 192), (1, 12, 170, 768)):
         x = torch.randn(b, n, c, device=device, dtype=torch.float16)
         logits = torch.randn(b, heads, 1, n, device=device)

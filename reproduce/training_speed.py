@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
+from turns import Turns
 
 from diffrate import kernels, published
 from diffrate.devices import now, resolve_device
@@ -68,6 +69,7 @@ def main() -> None:
     flags.add_argument("--repeats", type=int, default=10)
     flags.add_argument("--minutes", type=float, default=float("inf"))
     flags.add_argument("--profile", action="store_true", help="also the kernels of a step that take longest")
+    flags.add_argument("--turns", default="", help="FOLDER,N: beside others, timed in turns; see turns.py")
     flags.add_argument("--device")
     flags.add_argument("--json", type=Path)
     arguments = flags.parse_args()
@@ -79,6 +81,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     deadline = time.monotonic() + 60 * arguments.minutes
+    turns = Turns(arguments.turns)
     check_target(arguments.json)
     device = resolve_device(arguments.device)
     model = load_model(arguments.model, model_kwargs={"drop_path_rate": 0.1}).to(device).train()
@@ -110,7 +113,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             print("out of time: the rows so far are saved", flush=True)
             break
         try:
-            results["rows"] += measure(rows, optimizer, mode, size, arguments.repeats, deadline)
+            results["rows"] += measure(rows, optimizer, mode, size, arguments.repeats, deadline, turns)
         except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
             results.setdefault("failed", {})[f"{mode} {size}"] = first_line(error)
             print(f"{mode} batch {size}: {first_line(error)}", flush=True)
@@ -122,7 +125,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(
-    rows: list[Entrant], optimizer: torch.optim.Optimizer, mode: str, size: int, repeats: int, deadline: float
+    rows: list[Entrant],
+    optimizer: torch.optim.Optimizer,
+    mode: str,
+    size: int,
+    repeats: int,
+    deadline: float,
+    turns: Turns,
 ) -> list[dict[str, Any]]:
     """Milliseconds a step of every entrant, in turns; those that are not ready before the deadline are left out."""
     device = next(rows[0].model.parameters()).device
@@ -141,11 +150,13 @@ def measure(
                     trainee.step(images, targets)
             ready.append((trainee, most[0]))
         seconds: dict[int, list[float]] = {i: [] for i in range(len(ready))}
-        for _ in range(repeats):
-            for i, (trainee, _) in enumerate(ready):
-                start = now(device)
-                trainee.step(images, targets)
-                seconds[i].append(now(device) - start)
+        with turns.turn():
+            for repeat in range(-1, repeats):  # once more for warmth: others may have been here in between
+                for i, (trainee, _) in enumerate(ready):
+                    start = now(device)
+                    trainee.step(images, targets)
+                    if repeat >= 0:
+                        seconds[i].append(now(device) - start)
     medians = [statistics.median(each) for each in seconds.values()]
     by_name = {t.entrant.name: m for (t, _), m in zip(ready, medians, strict=True) if t.path == "auto"}
     whole = rows[0].name

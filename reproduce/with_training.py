@@ -201,7 +201,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def from_scratch(epochs: int) -> list[Job]:
         recipe = replace(
-            FROM_SCRATCH, epochs=epochs, warmup_epochs=min(FROM_SCRATCH.warmup_epochs, epochs // 5)
+            FROM_SCRATCH,
+            epochs=epochs,
+            warmup_epochs=min(FROM_SCRATCH.warmup_epochs, epochs // 5),
+            batch_size=min(FROM_SCRATCH.batch_size, arguments.images or FROM_SCRATCH.batch_size),
         )
         results["recipes"] = {TUNED: asdict(tune), SCRATCH: asdict(recipe)}
         return [job(SCRATCH, budget, s, recipe) for s in seeds for budget in schedules]

@@ -6,6 +6,8 @@ import argparse
 import importlib
 import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -244,12 +246,36 @@ def test_lost_accuracy_that_came_back(load) -> None:
     assert results["budgets"]["50%"]["recovered"] == pytest.approx(0.75)
 
 
+def test_benchmarks_side_by_side_are_timed_one_at_a_time(load, tmp_path: Path) -> None:
+    """Each notes when its turn begins and ends; one that fails before its turn holds nobody up."""
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(FOLDER)!r})
+from turns import Turns
+turns, name = Turns({str(tmp_path / "turns")!r} + ",3"), sys.argv[1]
+if name == "fails":
+    sys.exit(1)
+with turns.turn():
+    begin = time.monotonic()
+    time.sleep(0.5)
+    print(begin, time.monotonic())
+"""
+    runs = {
+        name: subprocess.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE, text=True)
+        for name in ("fails", "one", "two")
+    }
+    said = {name: run.communicate(timeout=120)[0] for name, run in runs.items()}
+    assert runs["fails"].returncode == 1
+    first, second = sorted(tuple(map(float, said[name].split())) for name in ("one", "two"))
+    assert first[1] <= second[0]
+
+
 def test_training_speed(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=28, patch_size=2)
     monkeypatch.setattr(load("training_speed"), "load_model", lambda *_, **__: narrow)
     arguments = argparse.Namespace(
         model="vit_tiny_patch16_224", budgets="0.8", batch_sizes="1", modes="eager", repeats=1, minutes=5.0,
-        profile=False, device="cpu", json=tmp_path / "rows.json",
+        profile=False, device="cpu", json=tmp_path / "rows.json", turns=f"{tmp_path / 'turns'},1",
     )  # fmt: skip
     load("training_speed").run(arguments)
     rows = json.loads((tmp_path / "rows.json").read_text())["results"]["rows"]

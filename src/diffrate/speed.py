@@ -11,7 +11,7 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -147,6 +147,7 @@ def bench(
     repeats: int = 10,
     path: str = "auto",
     products: bool = False,
+    gate: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[list[Speed]]:
     """Time a model and its schedules on random images: one list of rows for each batch size and mode.
 
@@ -154,6 +155,7 @@ def bench(
 
     path      which kernels run: see diffrate.kernels.using.
     products  also baselines with their patches cut by a product: see entrants.
+    gate      entered for each timing, when all rows of it are ready.
     """
     where = torch.device(device)
     if dtype not in DTYPES:
@@ -171,7 +173,7 @@ def bench(
         def timed(batch_size: int, mode: str) -> list[Speed]:
             shape = (batch_size, layout.in_chans, *layout.img_size)
             images = torch.randn(shape, device=where, dtype=DTYPES[dtype])
-            return compared(rows, _measure(rows, images, mode, repeats), batch_size, mode, dtype)
+            return compared(rows, _measure(rows, images, mode, repeats, gate), batch_size, mode, dtype)
 
         for batch_size in batch_sizes:
             for mode in modes:
@@ -179,7 +181,11 @@ def bench(
 
 
 def _measure(
-    rows: Sequence[Entrant], images: Tensor, mode: str, repeats: int
+    rows: Sequence[Entrant],
+    images: Tensor,
+    mode: str,
+    repeats: int,
+    gate: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, tuple[list[float], float | None]]:
     """Seconds a call of every entrant, in turns; and peak GiB."""
     device = images.device
@@ -191,7 +197,8 @@ def _measure(
         runs: dict[str, Callable[[], Any]] = {}
         for row in rows:
             runs[row.name], peaks[row.name] = _prepared(row.model, images, mode)
-        samples = in_turns(runs, repeats, device)
+        with gate():
+            samples = in_turns(runs, repeats, device)
     return {name: (seconds, peaks[name]) for name, seconds in samples.items()}
 
 
