@@ -41,7 +41,6 @@ FEW_HEADS = 64  # images x heads up to which attention runs as a kernel of our o
 FEW_IMAGES = 4  # up to which also blocks that remove nothing run as kernels
 LEAST_SCALE = 1e-3  # of logits, by which log(size) is divided in half precision
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDENS_IN_TRAINING = False
 INTERPRETED = False  # tests: run the kernels on the CPU, in Triton's interpreter
 
 _available = importlib.util.find_spec("triton") is not None
@@ -111,8 +110,7 @@ def attend(attention: Attention, size: Tensor | None, key_bias: Tensor | None) -
         mixed: Tensor = _ops().attend(*attention[:3], size, attention.scale, False)[0]
         return mixed
     if size is not None and _widens(attention):
-        learns = _learns(attention.q)
-        return _mix_wide_learning(attention, size) if learns else _mix_wide(attention, size, False)[0]
+        return _mix_wide(attention, size, False)[0]
     return mix(attention, key_bias)
 
 
@@ -121,25 +119,6 @@ def _mix_wide(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Te
     q, k, v, scale = attention[:4]
     q, k, logits = _ops().widen(q, k, size, scale, row)
     return F.scaled_dot_product_attention(q, k, v, scale=scale), logits
-
-
-def _mix_wide_learning(attention: Attention, size: Tensor) -> Tensor:
-    """The same in training: queries and keys are widened by operations that have a gradient."""
-    q, k, v, scale = attention[:4]
-    bias = size.float().log() / scale
-    high = bias.to(k.dtype)
-    low = (bias - high.float()).to(k.dtype)  # what half precision rounds off
-    features = F.pad(torch.stack([high, low], dim=-1), (0, ops.EXTRA - 2))  # (B, N, EXTRA)
-    ones = F.pad(q.new_ones(2), (0, ops.EXTRA - 2))
-    return F.scaled_dot_product_attention(
-        _beside_heads(q, ones), _beside_heads(k, features[:, :, None]), v, scale=scale
-    )
-
-
-def _beside_heads(x: Tensor, features: Tensor) -> Tensor:
-    """(B, heads, N, d + EXTRA) with further features of every head, in memory (B, N, heads, d + EXTRA)."""
-    x = x.transpose(1, 2)
-    return torch.cat([x, features.expand(*x.shape[:3], -1)], dim=-1).transpose(1, 2)
 
 
 def attend_and_score(
@@ -151,7 +130,7 @@ def attend_and_score(
     if _attends(attention) and not operator.image_share:
         mixed, logits = call.attend(q, k, v, size, scale, True)
         return mixed, logits
-    if size is not None and not operator.image_share and _widens(attention) and not _learns(q):
+    if size is not None and not operator.image_share and _widens(attention):
         return _mix_wide(attention, size, True)
     mixed = attend(attention, size, key_bias)
     q, k = q.detach(), k.detach()  # a choice of tokens has no gradient
@@ -170,7 +149,7 @@ def _widens(attention: Attention) -> bool:
     """Whether sizes enter as further features of queries and keys: cuDNN takes those, other kernels no two widths."""
     q, scale = attention.q, attention.scale
     half = q.dtype in (torch.float16, torch.bfloat16)
-    plain = attention.by is None and attention.dropout == 0 and (WIDENS_IN_TRAINING or not _learns(q))
+    plain = attention.by is None and attention.dropout == 0 and not _learns(q)
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] + ops.EXTRA <= 128 and scale > LEAST_SCALE
     return plain and fits and (INTERPRETED or (half and _prefers_cudnn()))
 
