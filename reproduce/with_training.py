@@ -9,8 +9,8 @@ SPViT with their trained selectors, Evo-ViT, EViT and ToMe (`--methods`).
 
 The data lie on the device whole, and `--workers` runs share one GPU. Fine-tuning takes `--tune-epochs`; how long that
 took says how many epochs of training from scratch fit into `--minutes`, and every such run gets that many; with
-`--epochs` all runs begin at once. Each has its cosine over all of its epochs. Rows are saved as runs end. On an H200,
-about 6 minutes:
+`--epochs` all runs begin at once. Each has its cosine over all of its epochs. Rows are saved as runs end; `--resume`
+goes on with those. On an H200, about 6 minutes:
 
     python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 13 --epochs 40 \\
         --minutes 8 --methods "" --json results/with_training_fashion_h200.json
@@ -24,6 +24,7 @@ For the paper's own table, on ImageNet: `diffrate finetune --model deit_small_pa
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import shlex
@@ -151,25 +152,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": "embedded", "gmacs": diffrate.gmacs(model), "test_images": len(test), "paper": PAPER,
         "uncompressed": accuracy(model, test), "budgets": {}, "runs": [],
     }  # fmt: skip
-    found = diffrate.search(
-        model, embedded.dataset("search"), arguments.budgets, steps=arguments.search_steps, progress=False,
-        accelerator=Accelerator(
-            cpu=device.type == "cpu", mixed_precision="fp16" if device.type == "cuda" else "no"
-        ),
-    )  # fmt: skip
-    schedules = {
-        f"{100 * diffrate.gmacs(model, schedule) / results['gmacs']:.0f}%": schedule
-        for schedule in found.schedules
-    }
-    for name, schedule in schedules.items():
-        untuned = accuracy(diffrate.compress(model, schedule), test)
-        results["budgets"][name] = {
-            "gmacs": diffrate.gmacs(model, schedule), "schedule": schedule.to_dict(), "without tuning": untuned,
-        }  # fmt: skip
-        print(
-            f"{name}: {untuned:.2f} % without tuning, {results['uncompressed']:.2f} % uncompressed",
-            flush=True,
-        )
+    if not arguments.resume:
+        schedules = _searched(model, arguments, device)
+        for name, schedule in schedules.items():
+            untuned = accuracy(diffrate.compress(model, schedule), test)
+            results["budgets"][name] = {
+                "gmacs": diffrate.gmacs(model, schedule), "schedule": schedule.to_dict(), "without tuning": untuned,
+            }  # fmt: skip
+    else:
+        results |= _earlier(arguments.json)
+        schedules = {
+            name: diffrate.Schedule.from_dict(budget["schedule"])
+            for name, budget in results["budgets"].items()
+        }
+    for name, budget in results["budgets"].items():
+        untuned, whole = budget["without tuning"], results["uncompressed"]
+        print(f"{name}: {untuned:.2f} % without tuning, {whole:.2f} % uncompressed", flush=True)
+    done = {(row["name"], row["budget"], row["seed"]) for row in results["runs"]}
 
     def job(kind: str, budget: str, seed: int, recipe: Recipe, method: str | None = None) -> Job:
         schedule = schedules[budget].to_dict() if budget in schedules and method is None else None
@@ -182,7 +181,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
 
     def collect(jobs: list[Job], pool: ProcessPoolExecutor | None) -> None:
-        for row in finished(jobs, pool):
+        for row in finished([j for j in jobs if (j.kind, j.budget, j.seed) not in done], pool):
             results["runs"].append(row)
             print(
                 f"{row['name']:26s} {row['budget']:8s} seed {row['seed']}  {row['test_accuracy']:.2f} %  "
@@ -226,6 +225,28 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
     return results
+
+
+def _searched(
+    model: torch.nn.Module, arguments: argparse.Namespace, device: torch.device
+) -> dict[str, diffrate.Schedule]:
+    """A schedule for each budget, by its share of the model's MACs."""
+    found = diffrate.search(
+        model, embedded.dataset("search"), arguments.budgets, steps=arguments.search_steps, progress=False,
+        accelerator=Accelerator(
+            cpu=device.type == "cpu", mixed_precision="fp16" if device.type == "cuda" else "no"
+        ),
+    )  # fmt: skip
+    whole = diffrate.gmacs(model)
+    return {f"{100 * diffrate.gmacs(model, each) / whole:.0f}%": each for each in found.schedules}
+
+
+def _earlier(file: Path | None) -> dict[str, Any]:
+    """The results of a run to go on with: its schedules, and the runs that have ended."""
+    if file is None or not file.is_file():
+        raise DiffRateError("--resume needs --json with the file of an earlier run")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["results"]
+    return found
 
 
 def _reaches(
@@ -281,6 +302,7 @@ def main() -> None:
         "--minutes", type=float, default=6.0, help="runs end before; what was measured is saved"
     )
     flags.add_argument("--device")
+    flags.add_argument("--resume", action="store_true", help="keep the schedules and runs in --json")
     flags.add_argument("--json", type=Path)
     try:
         run(flags.parse_args())

@@ -23,7 +23,7 @@ from torch.utils.data import Subset
 
 import diffrate
 from conftest import random_vit
-from diffrate import embedded
+from diffrate import DiffRateError, embedded
 from diffrate.methods.schedules import random_schedules
 
 FOLDER = Path(__file__).resolve().parents[1] / "reproduce"
@@ -223,7 +223,7 @@ def test_runs_with_training_are_compared_with_those_without(
     arguments = argparse.Namespace(
         data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=None, search_steps=1,
         images=512, test_images=50, workers=0, minutes=0.1, device="cpu", json=tmp_path / "rows.json",
-        methods="dynamicvit,evo-vit,evit",
+        methods="dynamicvit,evo-vit,evit", resume=False,
     )  # fmt: skip
     module.run(arguments)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]
@@ -237,6 +237,20 @@ def test_runs_with_training_are_compared_with_those_without(
     tuned = [row["test_accuracy"] for row in saved["runs"][1:3]]
     assert budget["fine-tuned"]["mean"] == pytest.approx(sum(tuned) / 2)
     assert budget["gmacs"] == pytest.approx(0.7 * saved["gmacs"], rel=0.1)
+
+    # Going on: what was run stays as it is, and what is missing runs under the same schedules.
+    record = json.loads((tmp_path / "rows.json").read_text())
+    record["results"]["runs"] = saved["runs"][:-1]
+    (tmp_path / "rows.json").write_text(json.dumps(record))
+    monkeypatch.setattr(module.diffrate, "search", lambda *_, **__: pytest.fail("searched again"))
+    module.run(argparse.Namespace(**{**vars(arguments), "resume": True, "epochs": 1}))
+    again = json.loads((tmp_path / "rows.json").read_text())["results"]
+    assert again["runs"][:-1] == saved["runs"][:-1]
+    assert [row["name"] for row in again["runs"]] == names
+    assert again["runs"][-1]["seed"] == saved["runs"][-1]["seed"]
+    assert again["budgets"].keys() == saved["budgets"].keys()
+    with pytest.raises(DiffRateError, match="--resume needs --json with the file of an earlier run"):
+        module.run(argparse.Namespace(**{**vars(arguments), "resume": True, "json": tmp_path / "none.json"}))
 
 
 def test_lost_accuracy_that_came_back(load) -> None:
