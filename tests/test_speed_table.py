@@ -28,6 +28,10 @@ def test_a_table_has_one_line_a_schedule(speed_table):
     assert lines[2] == "| m | 2.0 | float16 | 8 | eager | 1,900 | 2,000 | 0.950 | 1.90 |"
     assert sum("| m |" in line for line in lines) == 1
     assert "results/speed_x.json" in lines[-1]
+    fused = {**rows[2], "mode": "compiled"}
+    record["results"]["rows"] = [*rows, fused, {**fused, "dtype": "bfloat16"}]
+    short = speed_table["table"](record, "speed_x.json", short=True).splitlines()
+    assert [line for line in short if "| m |" in line] == [lines[2].replace("eager", "compiled")]
 
 
 def test_a_page_keeps_all_but_its_table(speed_table):
@@ -44,4 +48,4 @@ def test_the_documented_tables_are_up_to_date(speed_table, page):
     if not path.is_file() or "<!-- speed -->" not in (text := path.read_text(encoding="utf-8")):
         pytest.skip(f"{page} has no speed table")
     files = sorted((ROOT / "results").glob("speed_*.json"))
-    assert speed_table["rewritten"](text, files) == text
+    assert speed_table["rewritten"](text, files, speed_table["PAGES"][page]) == text
