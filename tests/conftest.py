@@ -1,4 +1,4 @@
-"""Fixtures that several test files share: tiny models, folders of images, and the command line."""
+"""Fixtures that several test files share: tiny models, images, and the command line."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import diffrate
 from diffrate.cli.app import main
 
 # Models here are tiny: on a busy machine, threads that wait for each other cost far more than they save.
@@ -40,6 +41,17 @@ TINY_FLAGS = [
     "--model-kwargs", "patch_size=8", "--model-kwargs", "depth=4",
     "--model-kwargs", "embed_dim=32", "--model-kwargs", "num_heads=2",
 ]  # fmt: skip
+
+SMALL = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
+KINDS = {
+    "class token": {},
+    "mean-pooled": {"global_pool": "avg"},
+    "mean-pooled, no class token": {"global_pool": "avg", "class_token": False},
+    "attention-pooled": {"global_pool": "map", "class_token": False},
+    "registers": {"reg_tokens": 3},
+    "scaled, normed queries": {"init_values": 0.3, "qk_norm": True},
+    "non-square": {"img_size": (32, 64)},
+}
 
 
 @pytest.fixture
@@ -64,6 +76,45 @@ def random_vit(**changes: object) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def build(name="vit_tiny_patch16_224", **changes):
+    """`SMALL` with changes, one of the `KINDS` for example: 17 tokens as it is, 5 classes."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **(SMALL | changes)).eval()
+    for parameter in model.parameters():  # zero-initialised heads and biases would hide mistakes
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def layout_of(model):
+    return diffrate.compress(model).backbone.layout
+
+
+def shrinking(model):
+    """Prunes and merges in blocks 1 and 2 and, where the head looks at the class token alone, in the last."""
+    layout = layout_of(model)
+    n, p = layout.tokens, layout.prefix
+    last = 5 if layout.compresses_last_block else 7
+    return diffrate.Schedule([n, n - 2, p + 9, p + last], [n, n - 5, p + 7, p + last], p)
+
+
+def batch(model, size=2):
+    layout = layout_of(model)
+    return torch.randn(size, layout.in_chans, *layout.img_size, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def data():
+    """40 images of noise with labels for the 7 classes of `random_vit`."""
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(3, 32, 32, generator=generator), i % 7) for i in range(40)]
 
 
 def write_image(path: Path, seed: int, size: tuple[int, int] = (32, 32)) -> Path:

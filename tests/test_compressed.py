@@ -5,60 +5,20 @@ import io
 import pickle
 
 import pytest
-import timm
 import torch
 from torch import nn
 
 import diffrate
-from diffrate import Schedule, ScheduleError, UnsupportedModelError
+from conftest import KINDS, batch, build, layout_of, shrinking
+from diffrate import Schedule
 from diffrate.operator import IMPORTANCES, MEANS, OPERATIONS
 
-SMALL = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
-KINDS = {
-    "class token": {},
-    "mean-pooled": {"global_pool": "avg"},
-    "mean-pooled, no class token": {"global_pool": "avg", "class_token": False},
-    "attention-pooled": {"global_pool": "map", "class_token": False},
-    "registers": {"reg_tokens": 3},
-    "scaled, normed queries": {"init_values": 0.3, "qk_norm": True},
-    "non-square": {"img_size": (32, 64)},
-}
-
-
-def build(name="vit_tiny_patch16_224", **changes):
-    torch.manual_seed(0)
-    model = timm.create_model(name, **(SMALL | changes)).eval()
-    for parameter in model.parameters():  # zero-initialised heads and biases would hide mistakes
-        nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def layout_of(model):
-    return diffrate.compress(model).backbone.layout
-
-
-def shrinking(model):
-    """Prunes and merges in blocks 1 and 2 and, where the head looks at the class token alone, in the last."""
-    layout = layout_of(model)
-    n, p = layout.tokens, layout.prefix
-    last = 5 if layout.compresses_last_block else 7
-    return Schedule([n, n - 2, p + 9, p + last], [n, n - 5, p + 7, p + last], p)
-
-
-def batch(model, size=2):
-    layout = layout_of(model)
-    return torch.randn(size, layout.in_chans, *layout.img_size, generator=torch.Generator().manual_seed(1))
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(params=KINDS)
 def model(request):
     return build(**KINDS[request.param])
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    with torch.no_grad():
-        yield
 
 
 # --- the same model, with fewer tokens ---------------------------------------------------------------------------
@@ -208,14 +168,6 @@ def test_state_dict_inside_another_module():
     outer.load_state_dict(plain.state_dict())
 
 
-def test_wrong_checkpoints_are_refused():
-    model = build()
-    state = model.state_dict()
-    state["unknown"] = state.pop("norm.weight")
-    with pytest.raises(RuntimeError, match=r"Missing key.*norm\.weight"):
-        diffrate.compress(model).load_state_dict(state)
-
-
 # --- what users do to a module -----------------------------------------------------------------------------------
 
 
@@ -305,63 +257,6 @@ def test_gradients_reach_every_weight():
     assert sum(bool(p.grad.abs().sum() > 0) for p in model.parameters()) > 0.9 * len(list(model.parameters()))
 
 
-# --- features ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_features_and_head_are_forward(model, operation):
-    fast, images = diffrate.compress(model, shrinking(model), operation=operation), batch(model)
-    features = fast.forward_features(images)
-    assert features.shape == (2, fast.schedule.merge[-1], 32)
-    # For logits alone the last block runs for the class token only, whose sums then add up in another order.
-    torch.testing.assert_close(fast.forward_head(features), fast(images), rtol=1e-5, atol=1e-6)
-    pooled = fast.forward_head(features, pre_logits=True)
-    torch.testing.assert_close(model.head(pooled), fast(images), rtol=1e-5, atol=1e-6)
-    tokens = fast.forward_tokens(images)
-    torch.testing.assert_close(
-        fast.forward_head(tokens.x, size=tokens.sizes()), fast(images), rtol=1e-4, atol=1e-5
-    )
-
-
-def test_a_mean_pooled_head_asks_for_the_sizes_it_needs():
-    model = build(global_pool="avg")
-    fast = diffrate.compress(model, shrinking(model))
-    with pytest.raises(ScheduleError, match="needs their sizes"):
-        fast.forward_head(fast.forward_features(batch(model)).clone())
-
-
-@pytest.mark.parametrize("fmt", ["NCHW", "NLC"])
-@pytest.mark.parametrize("indices", [None, 2, [0, 2]])
-@pytest.mark.parametrize("norm", [False, True])
-def test_intermediates_are_like_the_originals(model, fmt, indices, norm):
-    images = batch(model)
-    options = {"indices": indices, "output_fmt": fmt, "norm": norm, "return_prefix_tokens": True}
-    final, wanted = model.forward_intermediates(images, **options)
-    same_final, same = diffrate.compress(model).forward_intermediates(images, **options)
-    _, fewer = diffrate.compress(model, shrinking(model)).forward_intermediates(images, **options)
-    assert torch.equal(final, same_final)
-    assert len(wanted) == len(same) == len(fewer)
-    for theirs, ours, restored in zip(wanted, same, fewer, strict=True):
-        if not isinstance(theirs, tuple):
-            theirs, ours, restored = (theirs,), (ours,), (restored,)
-        for a, b, c in zip(theirs, ours, restored, strict=True):
-            assert torch.equal(a, b)
-            assert a.shape == c.shape
-            assert c.isfinite().all()
-
-
-@pytest.mark.parametrize("options", [{}, {"n": 2}, {"n": (1, 3), "reshape": True, "norm": True}], ids=str)
-def test_get_intermediate_layers_is_like_the_originals(model, options):
-    images = batch(model)
-    wanted = model.get_intermediate_layers(images, **options)
-    same = diffrate.compress(model).get_intermediate_layers(images, **options)
-    fewer = diffrate.compress(model, shrinking(model)).get_intermediate_layers(images, **options)
-    assert len(wanted) == len(same) == len(fewer)
-    for a, b, c in zip(wanted, same, fewer, strict=True):
-        assert torch.equal(a, b)
-        assert a.shape == c.shape
-
-
 def test_distilled_models_have_two_heads_in_training():
     model = build("deit_tiny_distilled_patch16_224")
     model.set_distilled_training(True)
@@ -423,81 +318,3 @@ def test_what_timm_reads_from_a_model(model):
     assert fast.pretrained_cfg == fast.default_cfg == model.pretrained_cfg
     assert (fast.num_classes, fast.num_features) == (model.num_classes, model.num_features)
     assert "kept tokens" in repr(fast)
-
-
-# --- refusals ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "schedule", "sentence"),
-    [
-        ({}, Schedule([17, 9], [17, 9]), "schedule has 2 blocks and the model has 4"),
-        ({}, Schedule([18, 9, 9, 9], [18, 9, 9, 9]), "starts from 18 tokens and the model has 17"),
-        (
-            {"reg_tokens": 3},
-            Schedule([20, 9, 9, 3], [20, 9, 9, 3]),
-            "as few as 3 tokens, but the model's 4 prefix",
-        ),
-        (
-            {"global_pool": "avg"},
-            Schedule([17, 9, 9, 1], [17, 9, 9, 1]),
-            "leaves no image token, and this model's head looks at image tokens",
-        ),
-    ],
-)
-def test_schedules_that_do_not_fit(changes, schedule, sentence):
-    model = build(**changes)
-    with pytest.raises(ScheduleError, match=sentence):
-        diffrate.compress(model, schedule)
-    with pytest.raises(ScheduleError, match=sentence):
-        diffrate.gmacs(model, schedule)
-
-
-@pytest.mark.parametrize("importance", ["class-attention", "class-attention-value"])
-def test_class_importance_needs_a_class_token(importance):
-    model = build(global_pool="avg", class_token=False)
-    assert diffrate.compress(model).operator.importance == "image-attention"
-    with pytest.raises(ScheduleError, match=r"needs a class token.* use image-attention"):
-        diffrate.compress(model, importance=importance)
-
-
-def test_another_input_size_of_a_fixed_model():
-    model = build()
-    with pytest.raises(AssertionError, match="Input"):
-        diffrate.compress(model, shrinking(model))(torch.randn(1, 3, 64, 64))
-
-
-def test_families_of_which_nothing_is_known_are_refused():
-    model = timm.create_model("regnetx_002")
-    with pytest.raises(UnsupportedModelError, match="regnetx_002 cannot be compressed: supported are"):
-        diffrate.compress(model)
-    with pytest.raises(UnsupportedModelError, match="Linear cannot be compressed: supported are"):
-        diffrate.compress(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"patch_drop_rate": 0.5}, "patch dropout"),
-        (
-            {"block_fn": timm.models.vision_transformer.ParallelScalingBlock},
-            "block 0 is a ParallelScalingBlock",
-        ),
-    ],
-    ids=["patch dropout", "parallel blocks"],
-)
-def test_models_that_do_not_fit_are_refused_by_name(changes, reason):
-    with pytest.raises(UnsupportedModelError, match=f"vit_tiny_patch16_224 cannot be compressed: .*{reason}"):
-        diffrate.compress(build(**changes))
-
-
-def test_a_model_with_its_own_forward_or_parts_is_refused():
-    class Mine(timm.models.vision_transformer.VisionTransformer):
-        pass
-
-    with pytest.raises(UnsupportedModelError, match="Mine"):
-        diffrate.compress(Mine(**SMALL))
-    model = build()
-    model.blocks[2].attn.adapter = nn.Linear(32, 32)
-    with pytest.raises(UnsupportedModelError, match="block 2 has parts that are not known here: adapter"):
-        diffrate.compress(model)
