@@ -27,6 +27,7 @@ from diffrate.evaluate import evaluate
 from diffrate.models import load_model
 from diffrate.operator import Operator
 from diffrate.results import write_results
+from diffrate.searching.fast import OPERATOR
 
 
 def main() -> None:
@@ -49,6 +50,8 @@ def main() -> None:
     parser.add_argument("--no-front", action="store_true", help="leave out the one search over all budgets")
     parser.add_argument("--steps", type=int, help="steps of the fast recipe")
     parser.add_argument("--batch-size", type=int, help="images a step of the fast recipe")
+    parser.add_argument("--image-share", type=float, help="of the fast recipe's operator")
+    parser.add_argument("--memory", type=float, help="of the fast recipe's operator")
     parser.add_argument("--crop-pct", type=float, default=1.0, help="of the validation images")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True)
@@ -100,7 +103,10 @@ def main() -> None:
         "workers": arguments.workers,
         "name": arguments.model,
     }
+    operator = OPERATOR.changed(image_share=arguments.image_share, memory=arguments.memory)
     fast = {**common, "steps": arguments.steps, "batch_size": arguments.batch_size}
+    if operator != OPERATOR:  # a default that is given leaves nothing to held-out images
+        fast["operator"] = operator
     for budget in floats(arguments.budgets):
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
             found = diffrate.search(model, light, budget, seed=seed, **fast)
@@ -118,7 +124,7 @@ def main() -> None:
             measure(f"one search, {schedule.made['budget_gmacs']:g}", schedule, seconds=found.seconds)
     for budget in floats(arguments.by_rank):
         by_rank = Operator(operation="merge", mean="attention")
-        found = diffrate.search(model, light, budget, operator=by_rank, **fast)
+        found = diffrate.search(model, light, budget, **{**fast, "operator": by_rank})
         measure(f"fast {budget:g}, choice by rank", found.schedule, seconds=found.seconds)
     if arguments.paper_budgets:
         heavy = search_datasets(model, arguments.data_dir, split="search", labels=True, heavy=True)
