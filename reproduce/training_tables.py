@@ -19,11 +19,15 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 NOT_YET = "*Not measured yet.*"
 IMAGENET = 1_281_167  # training images
-PER_GPU = 128  # images of each step, of the 1,024 that 8 GPUs share in the recipes
+GLOBAL = 1024  # images of a step in the recipes, shared by the GPUs
+MANY, LARGEST_STEP = (
+    32,
+    4096,
+)  # four nodes of eight GPUs, and the images of a step for which a recipe is stretched
 PARAMETERS = {"deit_small_patch16_224": 22_050_664}
 # Bytes a second at which a GPU exchanges gradients, if nothing of it hides behind the backward pass: an assumption.
 INSIDE, BETWEEN = 300e9, 40e9
-EPOCHS = {"fine-tuning, 30 epochs": 30, "from scratch, 300 epochs": 300}
+EPOCHS = {"30 epochs": 30, "300 epochs": 300}
 
 
 def main() -> None:
@@ -123,31 +127,30 @@ def _mean(budget: dict[str, Any], kind: str) -> str:
 
 
 def times(record: dict[str, Any]) -> str:
-    """Hours for ImageNet, from the measured steps of one GPU with its share of the batch."""
-    results = record["results"]
-    rows = [
-        row for row in results["rows"]
-        if row["mode"] == "eager" and row["batch_size"] == PER_GPU and not row["name"].startswith("oracle")
-        and not row["name"].endswith("plain")
-    ]  # fmt: skip
+    """Hours for ImageNet: a step of the recipes shared by so many GPUs that each has the batch that was measured."""
+    results, seen = record["results"], set()
     lines = [
-        f"| {results['model']} | step of {PER_GPU} images | | 1 GPU | 8 GPUs | 4 nodes of 8 |",
-        "|---|---:|---|---:|---:|---:|",
+        f"| {results['model']} | images a GPU | mode | measured step | GPUs | {' | '.join(EPOCHS)} |",
+        "|---|---:|---|---:|---:|" + "---:|" * len(EPOCHS),
     ]
-    for row in rows:
-        for words, epochs in EPOCHS.items():
-            hours = [expected_hours(row["ms"], epochs, gpus, results["model"]) for gpus in (1, 8, 32)]
+    for row in results["rows"]:
+        what = (row["gmacs"], row["batch_size"], row["mode"])
+        if row["name"].startswith("oracle") or row["name"].endswith("plain") or what in seen:
+            continue
+        seen.add(what)
+        images = row["batch_size"]
+        for gpus in (GLOBAL // images, *((MANY,) if images * MANY <= LARGEST_STEP else ())):
+            hours = [expected_hours(row["ms"], n, gpus, images, results["model"]) for n in EPOCHS.values()]
+            cells = " | ".join(f"{value:.1f} h" for value in hours)
             lines.append(
-                f"| {row['gmacs']:.2f} G | {row['ms']:.1f} ms | {words} | "
-                + " | ".join(f"{value:.1f} h" for value in hours)
-                + " |"
+                f"| {row['gmacs']:.2f} G | {images} | {row['mode']} | {row['ms']:.1f} ms | {gpus} | {cells} |"
             )
     return "\n".join(lines)
 
 
-def expected_hours(ms: float, epochs: int, gpus: int, model: str) -> float:
-    """Steps x (the measured step + the exchange of fp32 gradients in a ring, none of it hidden)."""
-    steps = epochs * IMAGENET / (PER_GPU * gpus)
+def expected_hours(ms: float, epochs: int, gpus: int, images: int, model: str) -> float:
+    """Steps x (the measured one + the exchange of fp32 gradients in a ring, none of it hidden); `images` a GPU."""
+    steps = epochs * IMAGENET / (images * gpus)
     bytes_sent = 2 * (gpus - 1) / gpus * 4 * PARAMETERS.get(model, 0)
     exchange = bytes_sent / (INSIDE if gpus <= 8 else BETWEEN)
     return steps * (ms / 1000 + exchange) / 3600

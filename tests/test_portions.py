@@ -110,6 +110,7 @@ def test_what_no_portion_helps_is_raised() -> None:
             RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory"),
             True,
         ),
+        (torch.AcceleratorError("CUDA error: out of memory\nCompile with …", 2), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (KeyboardInterrupt(), False),
     ],
@@ -234,6 +235,30 @@ def test_the_command_line_says_so(diffrate_cli: Callable, eval_flags: list, monk
         ran = diffrate_cli(*eval_flags)
     assert ran.code == 0, ran.err
     assert "Note: 5 images at once take more memory than there is: the evaluation goes on with 3" in ran.err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(NO_MEMORY),
+        torch.AcceleratorError("CUDA error: out of memory", 2),  # of a GPU that others have filled
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."),
+        MemoryError(),
+    ],
+    ids=["torch", "CUDA", "CPU", "Python"],
+)
+def test_no_memory_for_the_model_itself_is_one_sentence(
+    diffrate_cli: Callable, eval_flags: list, monkeypatch, error: Exception
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("diffrate.cli.evaluation.load_model", full)
+    ran = diffrate_cli(*eval_flags)
+    assert ran.code == 2
+    assert "Error: this takes more memory than there is: try a smaller batch size" in " ".join(
+        ran.err.split()
+    )
 
 
 @pytest.mark.slow

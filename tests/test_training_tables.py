@@ -37,10 +37,25 @@ def test_speed(tables):
 def test_expected_hours(tables):
     hours = tables["expected_hours"]
     # 30 epochs in steps of 128 images that take 36 ms: 300,273 steps, 3.00 hours
-    assert hours(36.0, 30, 1, "deit_small_patch16_224") == pytest.approx(30 * 1_281_167 / 128 * 0.036 / 3600)
+    assert hours(36.0, 30, 1, 128, "deit_small_patch16_224") == pytest.approx(
+        30 * 1_281_167 / 128 * 0.036 / 3600
+    )
     # 32 GPUs: a 32nd of the steps, each longer by 2 * 31/32 * 88.2 MB at 40 GB/s = 4.27 ms
     expected = 30 * 1_281_167 / 4096 * (0.036 + 2 * 31 / 32 * 88_202_656 / 40e9) / 3600
-    assert hours(36.0, 30, 32, "deit_small_patch16_224") == pytest.approx(expected)
+    assert hours(36.0, 30, 32, 128, "deit_small_patch16_224") == pytest.approx(expected)
+
+
+def test_times(tables):
+    row = {"name": "2.9", "mode": "eager", "batch_size": 256, "gmacs": 2.9, "ms": 40.0}
+    small = {**row, "batch_size": 128, "ms": 30.0}
+    rows = [row, {**row, "name": "oracle slice, 2.9"}, {**row, "name": "2.9, plain"}, dict(row), small]
+    lines = tables["times"]({"results": {"model": "other", "rows": rows}}).splitlines()
+    # 37,535 steps of 1,024 images in 30 epochs: 25 minutes; a model without known weights exchanges nothing
+    assert lines[2:] == [
+        "| 2.90 G | 256 | eager | 40.0 ms | 4 | 0.4 h | 4.2 h |",
+        "| 2.90 G | 128 | eager | 30.0 ms | 8 | 0.3 h | 3.1 h |",
+        "| 2.90 G | 128 | eager | 30.0 ms | 32 | 0.1 h | 0.8 h |",
+    ]
 
 
 def test_accuracy(tables):

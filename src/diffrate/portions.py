@@ -20,9 +20,12 @@ from diffrate.errors import DiffRateError
 T = TypeVar("T")
 
 
+NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # of libraries, and of CUDA itself
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether fewer images would have gone through: of the device, or of a library that had to allocate there."""
-    if isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY):
         return True
     return isinstance(error, Exception) and bool(should_reduce_batch_size(error))
 

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +173,26 @@ def time_models(
             for i, run in enumerate(ready):
                 ms[i] += clock.times(run, 1)
     return [statistics.median(each) for each in ms]
+
+
+def held_against(
+    table: LatencyTable, model: nn.Module, schedules: Sequence[Schedule | None], repeats: int = 30
+) -> list[dict[str, Any]]:
+    """What the table says of a model under each schedule (None: whole), and what it takes now; the model is ready."""
+    layout, weight = backbone_of(model).layout, next(model.parameters())
+    shape = (table.batch_size, layout.in_chans, *layout.img_size)
+    images = torch.randn(shape, device=weight.device, dtype=weight.dtype)
+    models, cost = [compress(model, each) for each in schedules], TableCost(table)
+    with evaluating(model), kernels.embedding(images):
+        measured = time_models(models, images, repeats, table.mode)
+    return [
+        {
+            "kept": list(each.kept),
+            "predicted_ms": cost.price_of(schedule)["latency_ms"],
+            "measured_ms": ms,
+        }
+        for each, schedule, ms in zip(models, schedules, measured, strict=True)
+    ]
 
 
 def grid(least: int, tokens: int) -> list[int]:

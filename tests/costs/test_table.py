@@ -201,7 +201,7 @@ def test_the_fit_finds_scales_and_offset(monkeypatch):
     assert table.fit.offset == pytest.approx(5, rel=1e-3)
 
 
-def test_command(tmp_path, diffrate_cli):
+def test_command(tmp_path, diffrate_cli, monkeypatch):
     flags = ["profile", *TINY_FLAGS, "--batch-size", "2", "--repeats", "3", "--device", "cpu"]
     made = diffrate_cli(*flags, "--output", tmp_path / "table.json", "--json", tmp_path / "out.json")
     assert made.code == 0, made.err
@@ -210,7 +210,14 @@ def test_command(tmp_path, diffrate_cli):
     schedule = diffrate.Schedule(results["checks"][1]["kept"], results["checks"][1]["kept"])
     schedule.save(tmp_path / "schedule.json")
     again = ["--table", tmp_path / "table.json", "--schedule", tmp_path / "schedule.json"]
-    assert diffrate_cli(*flags, *again).code == 0
+    told = diffrate_cli(*flags, *again, "--json", tmp_path / "again.json")
+    assert told.code == 0, told.err
+    whole, ours = json.loads((tmp_path / "again.json").read_text())["results"]["checks"]
+    assert (whole["kept"], ours["kept"]) == ([17] * 4, list(schedule.effective.merge))
+    assert ours["predicted_ms"] == pytest.approx(results["checks"][1]["predicted_ms"])
+    with monkeypatch.context() as slow:
+        slow.setattr("diffrate.profiling.time_models", lambda models, *_: [1e6] * len(models))
+        assert "this machine's speed has changed" in " ".join(diffrate_cli(*flags, *again).err.split())
     flags[flags.index("2")] = "3"
     check_refused(diffrate_cli(*flags, *again), "another batch size: 2, not 3")
     check_refused(

@@ -10,7 +10,6 @@ import threading
 import warnings
 from typing import Annotated, Any, NoReturn
 
-import torch
 import typer
 
 import diffrate
@@ -34,8 +33,8 @@ from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
 from diffrate.models import first_line
 
-# Torch's words, in a plain RuntimeError: without memory on a CPU, and where a worker of a loader is gone.
-NO_MEMORY, DEAD_WORKER = "can't allocate memory", "DataLoader worker"
+# Torch's words, in a plain RuntimeError, where a worker of a loader is gone.
+DEAD_WORKER = "DataLoader worker"
 INTERRUPTED = 130  # the exit code, as shells have it
 
 app = typer.Typer(
@@ -101,7 +100,9 @@ def main() -> None:
                 f"a process that reads images has died ({first_line(error)}), perhaps for lack of memory: try fewer "
                 "--workers; a search or training goes on with --resume"
             )
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and NO_MEMORY not in str(error):
+        from diffrate.portions import out_of_memory  # here alone: it is slow to import
+
+        if not isinstance(error, MemoryError) and not out_of_memory(error):
             raise
         _refuse(
             "this takes more memory than there is: try a smaller batch size, image size or model; in a training "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -11,14 +11,14 @@ import typer
 from diffrate.backbones import backbone_of
 from diffrate.cli import options as o
 from diffrate.cli.output import counts, note, save_json, show_table
-from diffrate.compressed import compress
-from diffrate.costs import LatencyTable, TableCost
+from diffrate.costs import LatencyTable
 from diffrate.devices import device_name, resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
-from diffrate.profiling import check_mode, profile, time_models
+from diffrate.profiling import check_mode, held_against, profile
 from diffrate.results import check_target
 
+DRIFT = 0.1  # of the whole model's time, from which on a table is said to be old
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -58,7 +58,7 @@ def profile_command(
 
     The table holds for this model, device, batch size, number type and mode; times are those of a batch. It ends with a
     check: whole models under several schedules, as the table predicts them and as they are. With --table, a schedule
-    is timed and held against a table that exists.
+    and the whole model are timed and held against a table that exists.
 
     Example: diffrate profile --model vit_tiny_patch16_224 --batch-size 8 --device cpu --output table.json
     """
@@ -81,13 +81,13 @@ def profile_command(
         known = LatencyTable.load(table)
         known.check(layout, model, device_name(where), batch_size, dtype, mode)
         chosen = o.read_schedule(schedule, whole, model)
-        ready = compress(whole.to(where, DTYPES[dtype]), chosen)
-        images = torch.randn(batch_size, layout.in_chans, *layout.img_size, device=where, dtype=DTYPES[dtype])
-        (measured,) = time_models([ready], images, repeats, mode)
-        rows: list[dict[str, Any]] = [{
-            "kept": list(chosen.effective.merge), "predicted_ms": TableCost(known).price_of(chosen)["latency_ms"],
-            "measured_ms": measured,
-        }]  # fmt: skip
+        rows = held_against(known, whole.to(where, DTYPES[dtype]), [None, chosen], repeats)
+        drift = rows[0]["measured_ms"] / rows[0]["predicted_ms"]
+        if abs(drift - 1) > DRIFT:
+            note(
+                f"the whole model takes {drift:.2f} times what it took when the table was made: this machine's speed "
+                "has changed, and a new table would be right for it"
+            )
     else:
         assert output is not None
         made = profile(
