@@ -82,16 +82,15 @@ def attend(
     b, heads, n, d = k.shape
     mixed, logits = _attend_outputs(q, k, v, size, scale, row)
     if b:
-        rows = 16 if d <= 64 else 32
-        keys = min(
-            256 if q.element_size() == 2 else 64, power_of_two(n)
-        )  # in 16 bits mostly all of them at once
+        # In 16 bits mostly all keys at once; of wider heads, as of fp32, more of them do not fit into the registers.
+        rows, most = 16, 256 if q.element_size() == 2 and d <= 64 else 64
+        keys = min(most, power_of_two(n))
         kernels().attend_kernel[(tiles(n, rows), b * heads)](
             q, k, v, or_any(size, q), mixed, logits,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             scale * LOG2_E, heads, n, d,
             HAS_SIZE=size is not None, ROW=row, BLOCK_M=rows, BLOCK_N=keys, BLOCK_D=power_of_two(d),
-            num_warps=8 if rows * keys > 4096 else 4, num_stages=1 if n <= keys else 2,
+            num_warps=4, num_stages=1 if n <= keys else 2,
         )  # fmt: skip
     return mixed, logits
 
