@@ -43,13 +43,14 @@ class Trainee:
     """One entrant with its steps; all share the weights and the optimiser of one model."""
 
     def __init__(self, entrant: Entrant, path: str, mode: str, optimizer: torch.optim.Optimizer) -> None:
-        self.entrant, self.path, self.optimizer = entrant, path, optimizer
+        self.entrant, self.path, self.mode, self.optimizer = entrant, path, mode, optimizer
         self.forward: Callable[[Tensor], Any] = entrant.model
         if mode in COMPILERS:
             self.forward = torch.compile(entrant.model, dynamic=False, mode=COMPILERS[mode])
 
     def step(self, images: Tensor, targets: Tensor) -> None:
-        torch.compiler.cudagraph_mark_step_begin()
+        if self.mode == "compiled-graph":
+            torch.compiler.cudagraph_mark_step_begin()
         half = torch.autocast(
             images.device.type, torch.bfloat16, enabled=images.is_cuda
         )  # CPUs are slow in it
