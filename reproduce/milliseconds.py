@@ -32,7 +32,7 @@ from diffrate.costs import Costs, LatencyTable, MacCost, TableCost
 from diffrate.data import build_loader, search_datasets
 from diffrate.evaluate import evaluate
 from diffrate.models import load_model
-from diffrate.profiling import MODES, profile, time_models
+from diffrate.profiling import MODES, held_against, profile, time_models
 from diffrate.results import write_results
 from diffrate.searching.budget import Space
 
@@ -125,7 +125,8 @@ def part_one(
         model, images, f"{target}ms", costs=[TableCost(table)], accelerator=accelerator, **QUICK
     )
     measured, measured_whole = timed_ms(timed, table, [found.schedule, None])
-    drift = measured_whole / whole
+    (again,) = held_against(table, timed, [None])
+    drift = again["measured_ms"] / again["predicted_ms"]
     print(
         f"  target {target} ms, measured {measured:.3f} ms ({measured / target - 1:+.1%}), whole {measured_whole:.3f}; "
         f"the machine takes {drift:.3f} of the time that the table has for the whole model"

@@ -115,9 +115,10 @@ def main() -> None:
         for line in checks(device, [DTYPES[d] for d in arguments.dtypes.split(",")]):
             print(line, flush=True)
     if arguments.only in "kernels" and device.type == "cuda":
-        for timing in kernel_times(device, arguments.batch or 1024):
-            results["kernels"].append(timing)
-            print("  ".join(f"{key} {value}" for key, value in timing.items()), flush=True)
+        with arguments.turn():
+            for timing in kernel_times(device, arguments.batch or 1024):
+                results["kernels"].append(timing)
+                print("  ".join(f"{key} {value}" for key, value in timing.items()), flush=True)
         save()
     for dtype in arguments.dtypes.split(","):
         for case in CASES:

@@ -31,6 +31,7 @@ from diffrate import kernels, published
 from diffrate.devices import now, resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import first_line, input_size, load_model
+from diffrate.portions import out_of_memory
 from diffrate.results import check_target, write_results
 from diffrate.speed import Entrant, entrants
 
@@ -115,7 +116,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             break
         try:
             results["rows"] += measure(rows, optimizer, mode, size, arguments.repeats, deadline, turns)
-        except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
+        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+            if isinstance(error, RuntimeError) and not out_of_memory(error):
+                raise
             results.setdefault("failed", {})[f"{mode} {size}"] = first_line(error)
             print(f"{mode} batch {size}: {first_line(error)}", flush=True)
         save()

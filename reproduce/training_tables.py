@@ -20,10 +20,8 @@ ROOT = Path(__file__).parent.parent
 NOT_YET = "*Not measured yet.*"
 IMAGENET = 1_281_167  # training images
 GLOBAL = 1024  # images of a step in the recipes, shared by the GPUs
-MANY, LARGEST_STEP = (
-    32,
-    4096,
-)  # four nodes of eight GPUs, and the images of a step for which a recipe is stretched
+MANY = 32  # four nodes of eight GPUs
+LARGEST_STEP = 4096  # images for which a recipe may be stretched
 PARAMETERS = {"deit_small_patch16_224": 22_050_664}
 # Bytes a second at which a GPU exchanges gradients, if nothing of it hides behind the backward pass: an assumption.
 INSIDE, BETWEEN = 300e9, 40e9
@@ -139,7 +137,7 @@ def times(record: dict[str, Any]) -> str:
             continue
         seen.add(what)
         images = row["batch_size"]
-        for gpus in (GLOBAL // images, *((MANY,) if images * MANY <= LARGEST_STEP else ())):
+        for gpus in (max(1, GLOBAL // images), *((MANY,) if images * MANY <= LARGEST_STEP else ())):
             hours = [expected_hours(row["ms"], n, gpus, images, results["model"]) for n in EPOCHS.values()]
             cells = " | ".join(f"{value:.1f} h" for value in hours)
             lines.append(

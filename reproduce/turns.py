@@ -40,6 +40,8 @@ class Turns:
             end = time.monotonic() + LONGEST_WAIT
             while len(list(self.folder.glob("*.ready"))) < self.count and time.monotonic() < end:
                 time.sleep(0.1)
+            if time.monotonic() >= end:
+                print("others are not ready: they may run beside what is timed now", flush=True)
             self._lock = (self.folder / "lock").open("w")  # until the process ends
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         yield

@@ -10,7 +10,7 @@ SPViT with their trained selectors, Evo-ViT, EViT and ToMe (`--methods`).
 The data lie on the device whole, and `--workers` runs share one GPU. Fine-tuning takes `--tune-epochs`; how long that
 took says how many epochs of training from scratch fit into `--minutes`, and every such run gets that many; with
 `--epochs` all runs begin at once. Each has its cosine over all of its epochs. Rows are saved as runs end; `--resume`
-goes on with those. On an H200, about 6 minutes:
+goes on with those that went to their end, under the same schedules. On one GPU:
 
     python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 13 --epochs 40 \\
         --minutes 8 --methods "" --json results/with_training_fashion_h200.json
@@ -219,8 +219,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         longest_first = from_scratch(arguments.epochs) if arguments.epochs else []
         collect([*longest_first, job(CONTROL, "100%", 0, tune), *tuned, *rivals], pool)
         if arguments.epochs is None:
+            known = results.get("recipes", {}).get(SCRATCH)
             runs = len(schedules) * len(seeds)
-            collect(from_scratch(_fitting(results["runs"], deadline, runs, arguments.workers)), pool)
+            fitting = _fitting(results["runs"], deadline, runs, arguments.workers)
+            collect(from_scratch(known["epochs"] if known else fitting), pool)
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
@@ -242,11 +244,12 @@ def _searched(
 
 
 def _earlier(file: Path | None) -> dict[str, Any]:
-    """The results of a run to go on with: its schedules, and the runs that have ended."""
+    """The results of a run to go on with: its schedules, and the runs that went to their end."""
     if file is None or not file.is_file():
         raise DiffRateError("--resume needs --json with the file of an earlier run")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["results"]
-    return found
+    found["runs"] = [row for row in found["runs"] if row["epochs"] == row["of_epochs"]]
+    return {name: value for name, value in found.items() if name != "left_out"}
 
 
 def _reaches(

@@ -45,6 +45,17 @@ def short_of_memory(model: nn.Module, most: int, seen: list[int] | None = None) 
     return model
 
 
+def full_above(most: int) -> Callable[[int], int]:
+    """What gives the size it is given, on a GPU that has no memory for more than `most`."""
+
+    def run(size: int) -> int:
+        if size > most:
+            raise torch.AcceleratorError("CUDA error: out of memory", 2)
+        return size
+
+    return run
+
+
 @contextmanager
 def notes(expected: str) -> Iterator[None]:
     """What is said about memory inside, of which some must match."""
@@ -99,6 +110,8 @@ def test_what_no_portion_helps_is_raised() -> None:
         Portions("").fitted(other, 8)
     with pytest.warns(RuntimeWarning), pytest.raises(DiffRateError, match="even for one image"):
         largest_that_fits(lambda size: never([]), 4, "the test")
+    with notes("a batch of 8 takes more memory than there is: the test is of 4 images"):
+        assert largest_that_fits(full_above(4), 8, "the test") == 4
 
 
 @pytest.mark.parametrize(
@@ -112,6 +125,7 @@ def test_what_no_portion_helps_is_raised() -> None:
         ),
         (torch.AcceleratorError("CUDA error: out of memory\nCompile with …", 2), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), False),
         (KeyboardInterrupt(), False),
     ],
 )

@@ -238,16 +238,18 @@ def test_runs_with_training_are_compared_with_those_without(
     assert budget["fine-tuned"]["mean"] == pytest.approx(sum(tuned) / 2)
     assert budget["gmacs"] == pytest.approx(0.7 * saved["gmacs"], rel=0.1)
 
-    # Going on: what was run stays as it is, and what is missing runs under the same schedules.
+    # Going on: what ran to its end stays as it is, and what did not runs again under the same schedules.
     record = json.loads((tmp_path / "rows.json").read_text())
-    record["results"]["runs"] = saved["runs"][:-1]
+    ended = [{**row, "epochs": row["of_epochs"]} for row in saved["runs"][:-1]]
+    record["results"]["runs"] = [*ended, {**saved["runs"][-1], "epochs": 0}]
     (tmp_path / "rows.json").write_text(json.dumps(record))
     monkeypatch.setattr(module.diffrate, "search", lambda *_, **__: pytest.fail("searched again"))
-    module.run(argparse.Namespace(**{**vars(arguments), "resume": True, "epochs": 1}))
+    module.run(argparse.Namespace(**{**vars(arguments), "resume": True}))
     again = json.loads((tmp_path / "rows.json").read_text())["results"]
-    assert again["runs"][:-1] == saved["runs"][:-1]
+    assert again["runs"][:-1] == ended
     assert [row["name"] for row in again["runs"]] == names
-    assert again["runs"][-1]["seed"] == saved["runs"][-1]["seed"]
+    for what in ("seed", "of_epochs"):
+        assert again["runs"][-1][what] == saved["runs"][-1][what]
     assert again["budgets"].keys() == saved["budgets"].keys()
     with pytest.raises(DiffRateError, match="--resume needs --json with the file of an earlier run"):
         module.run(argparse.Namespace(**{**vars(arguments), "resume": True, "json": tmp_path / "none.json"}))

@@ -251,10 +251,14 @@ class CompressedModel(nn.Module, HubModel):
         return self._walk_from(self._start(images, track), collect, for_head)
 
     def _start(self, images: Tensor, track: bool = False) -> Tokens:
-        """The tokens that enter the first block; where nothing will be removed, to the bit those of the original."""
-        own = self.schedule.removes_nothing
-        with step("embedding"), nullcontext() if own else kernels.embedding(images):
+        """The tokens that enter the first block."""
+        with step("embedding"), nullcontext() if self._is_the_original else kernels.embedding(images):
             return self.backbone.start(images, track)
+
+    @property
+    def _is_the_original(self) -> bool:
+        """Whether nothing is removed: then the answers are the original's to the bit."""
+        return self.schedule.removes_nothing
 
     def _walk_from(
         self, tokens: Tokens, collect: Collection[int] = (), for_head: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from accelerate.utils import find_executable_batch_size, release_memory
+from accelerate.utils import release_memory
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 
@@ -27,6 +27,8 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether fewer images would have gone through: of the device, or of a library that had to allocate there."""
     if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY):
         return True
+    if "CUDNN_STATUS_NOT_SUPPORTED" in str(error):  # which accelerate counts, and is mostly something else
+        return False
     return isinstance(error, Exception) and bool(should_reduce_batch_size(error))
 
 
@@ -76,19 +78,18 @@ class Portions:
 
 def largest_that_fits(run: Callable[[int], T], batch_size: int, what: str) -> T:
     """`run` of a batch size, or of the largest half, quarter, … of it for which there is memory."""
-    size = batch_size
-
-    def halve() -> int:
-        nonlocal size
-        if size == 1:
+    while True:
+        try:
+            return run(batch_size)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        release_memory()
+        if batch_size == 1:
             raise DiffRateError(f"{what} takes more memory than there is, even for one image")
-        size //= 2
+        batch_size //= 2
         warnings.warn(
-            f"a batch of {2 * size} takes more memory than there is: {what} is of {size} images",
+            f"a batch of {2 * batch_size} takes more memory than there is: {what} is of {batch_size} images",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
-        return size
-
-    tried: Callable[[], T] = find_executable_batch_size(run, batch_size, halve)
-    return tried()

@@ -178,7 +178,10 @@ def time_models(
 def held_against(
     table: LatencyTable, model: nn.Module, schedules: Sequence[Schedule | None], repeats: int = 30
 ) -> list[dict[str, Any]]:
-    """What the table says of a model under each schedule (None: whole), and what it takes now; the model is ready."""
+    """What the table says of a model under each schedule, and what it takes now; the model is on its device.
+
+    None is the whole model, which like all others cuts images into patches as compressed models do.
+    """
     layout, weight = backbone_of(model).layout, next(model.parameters())
     shape = (table.batch_size, layout.in_chans, *layout.img_size)
     images = torch.randn(shape, device=weight.device, dtype=weight.dtype)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import diffrate
 from conftest import random_vit
-from diffrate import Schedule, kernels
+from diffrate import Schedule, kernels, methods
 from diffrate.kernels import patches
 from diffrate.models import load_model
 
@@ -58,6 +58,7 @@ def test_the_product_is_the_convolution(images, dtype, window, biased, products)
         ((6, 3, 7, 7), {"padding": "same"}),
         ((6, 3, 4, 4), {"stride": 4, "dilation": 2}),
         ((6, 1, 8, 8), {"stride": 8, "groups": 3}),
+        ((6, 3, 1, 1), {}),
         ((6, 3, 5, 5), {"stride": 5}),  # 32 pixels are not whole patches: the last two are left out
     ],
 )
@@ -72,6 +73,32 @@ def test_other_convolutions_stay(images, shape, others, products):
             assert torch.equal(conv(images), wanted)
             assert torch.equal(F.conv2d(images, weight, **others), wanted)
     assert not products
+
+
+def test_features_of_a_stem_stay(products):
+    conv = torch.nn.Conv2d(16, 6, 4, 4).bfloat16()
+    features = torch.randn(2, 16, 8, 8, dtype=torch.bfloat16)
+    with torch.no_grad(), patches.PatchProducts():
+        assert conv(features).shape == (2, 6, 2, 2)
+        assert F.conv2d(features, conv.weight).shape == (2, 6, 5, 5)
+    assert not products
+
+
+def test_double_precision_stays_under_autocast(images, products):
+    conv = torch.nn.Conv2d(3, 6, 8, 8).double()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), patches.PatchProducts():
+        assert conv(images.double()).dtype == torch.float64
+    assert not products
+
+
+@pytest.mark.parametrize("name", ["tome", "evit"])
+def test_rivals_have_it_too(images, name, products):
+    vit = random_vit(patch_size=8, depth=4)
+    rival = methods.build(name, vit, 0.8 * diffrate.gmacs(vit))
+    rival.bfloat16()
+    with torch.no_grad():
+        rival._start(images.bfloat16())
+    assert len(products) == 1
 
 
 def test_single_precision_stays(images, products):
@@ -130,7 +157,7 @@ def test_models_of_other_kinds(images, build, products):
     torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.02)
 
 
-def test_gradients(images):
+def test_gradients(images, products):
     whole = random_vit(patch_size=8, depth=4)
     model, found = diffrate.compress(whole, SCHEDULE), []
     for path in ("auto", "plain"):
@@ -139,6 +166,7 @@ def test_gradients(images):
             x = model._start(images).x
         x.float().square().mean().backward()
         found.append(whole.patch_embed.proj.weight.grad.clone())
+    assert len(products) == 1
     assert (found[0] - found[1]).norm() < 0.02 * found[1].norm()
 
 

@@ -85,8 +85,8 @@ def profile_command(
         drift = rows[0]["measured_ms"] / rows[0]["predicted_ms"]
         if abs(drift - 1) > DRIFT:
             note(
-                f"the whole model takes {drift:.2f} times what it took when the table was made: this machine's speed "
-                "has changed, and a new table would be right for it"
+                f"the whole model takes {drift:.2f} times what it took when the table was made: this machine or its "
+                "software runs at another speed now, and needs a new table"
             )
     else:
         assert output is not None

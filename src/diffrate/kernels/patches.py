@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 HALF = (torch.float16, torch.bfloat16)
+MOST_CHANNELS = 4  # of images; with more of them a convolution has what it needs for tensor cores
 
 
 class PatchProducts(TorchFunctionMode):
@@ -27,7 +28,7 @@ class PatchProducts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.conv2d and not kwargs:
+        if func is torch.conv2d and len(args) > 3 and not kwargs:  # without a stride no patches are cut
             images, weight, bias, *window = args
             images = in_running_type(images)
             if images.dtype in HALF and cuts_patches(images, weight, *window):
@@ -38,16 +39,19 @@ class PatchProducts(TorchFunctionMode):
 def in_running_type(x: Tensor) -> Tensor:
     """x as a product under the present autocast would take it."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if cast else x
 
 
 def cuts_patches(
     images: Tensor, weight: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> bool:
-    """Whether a convolution's windows lie side by side, cover the images, and look at all channels."""
+    """Whether a convolution's windows lie side by side and cover the images: pictures, not the features of a stem."""
     height, width = weight.shape[-2:]
     return (
         images.dim() == 4
+        and images.shape[1] <= MOST_CHANNELS
+        and height * width > 1
         and _pair(stride) == (height, width)
         and _pair(padding) == (0, 0)
         and _pair(dilation) == (1, 1)

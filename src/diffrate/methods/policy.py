@@ -62,6 +62,10 @@ class MethodModel(CompressedModel):
     def _removes_nothing(self, tokens: int) -> bool:
         return False
 
+    @property
+    def _is_the_original(self) -> bool:
+        return False
+
     def extra_repr(self) -> str:
         return str(self.settings())
 
