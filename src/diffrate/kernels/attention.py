@@ -84,15 +84,22 @@ def attend(
     if b:
         # In 16 bits mostly all keys at once; of wider heads, as of fp32, more of them do not fit into the registers.
         rows, most = 16, 256 if q.element_size() == 2 and d <= 64 else 64
-        keys = min(most, power_of_two(n))
+        keys, (wide, more) = min(most, power_of_two(n)), parts(d)
         kernels().attend_kernel[(tiles(n, rows), b * heads)](
             q, k, v, or_any(size, q), mixed, logits,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             scale * LOG2_E, heads, n, d,
-            HAS_SIZE=size is not None, ROW=row, BLOCK_M=rows, BLOCK_N=keys, BLOCK_D=power_of_two(d),
-            num_warps=4, num_stages=1 if n <= keys else 2,
+            HAS_SIZE=size is not None, ROW=row, BLOCK_M=rows, BLOCK_N=keys, BLOCK_D=wide, BLOCK_E=more,
+            num_warps=4, num_stages=1 if n <= keys else 3,
         )  # fmt: skip
     return mixed, logits
+
+
+def parts(d: int) -> tuple[int, int]:
+    """Powers of two that hold the d features of a head together: one, or two where those hold less in vain."""
+    whole = power_of_two(d)
+    rest = power_of_two(d - whole // 2, least=32)  # narrower products of so few rows leave tensor cores idle
+    return (whole // 2, rest) if whole // 2 + rest < whole else (whole, 0)
 
 
 def _attend_outputs(

@@ -15,26 +15,40 @@ def attend_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     scale, H, N, D,
     HAS_SIZE: tl.constexpr, ROW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head: values mixed by attention and, ROW, the class token's logits in base 2."""
+    """One tile of queries of one head: values mixed by attention and, ROW, the class token's logits in base 2.
+
+    A head's features are taken in two parts, of BLOCK_D and, if there are more, BLOCK_E.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1)
     b = (head // H).to(tl.int64)
     h = head % H
     d = tl.arange(0, BLOCK_D)
     inside_m = (m[:, None] < N) & (d[None, :] < D)
-    q = tl.load(Q + b * q_b + h * q_h + m[:, None] * q_n + d[None, :], mask=inside_m, other=0.0)
+    queries = Q + b * q_b + h * q_h + m[:, None] * q_n
+    q = tl.load(queries + d[None, :], mask=inside_m, other=0.0)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if BLOCK_E:
+        e = BLOCK_D + tl.arange(0, BLOCK_E)
+        inside_e = (m[:, None] < N) & (e[None, :] < D)
+        more_q = tl.load(queries + e[None, :], mask=inside_e, other=0.0)
+        more_mixed = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        inside_k = (n[None, :] < N) & (d[:, None] < D)
-        inside_v = (n[:, None] < N) & (d[None, :] < D)
-        k = tl.load(K + b * k_b + h * k_h + n[None, :] * k_n + d[:, None], mask=inside_k, other=0.0)
-        v = tl.load(V + b * v_b + h * v_h + n[:, None] * v_n + d[None, :], mask=inside_v, other=0.0)
-        logits = tl.dot(q, k, input_precision="ieee") * scale
+        keys = K + b * k_b + h * k_h + n[None, :] * k_n
+        values = V + b * v_b + h * v_h + n[:, None] * v_n
+        k = tl.load(keys + d[:, None], mask=(n[None, :] < N) & (d[:, None] < D), other=0.0)
+        v = tl.load(values + d[None, :], mask=(n[:, None] < N) & (d[None, :] < D), other=0.0)
+        logits = tl.dot(q, k, input_precision="ieee")
+        if BLOCK_E:
+            more_k = tl.load(keys + e[:, None], mask=(n[None, :] < N) & (e[:, None] < D), other=0.0)
+            more_v = tl.load(values + e[None, :], mask=(n[:, None] < N) & (e[None, :] < D), other=0.0)
+            logits = tl.dot(more_q, more_k, logits, input_precision="ieee")
+        logits *= scale
         if HAS_SIZE:
             logits += tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))[None, :]
         if ROW:
@@ -47,10 +61,14 @@ def attend_kernel(
         weight = tl.exp2(logits - higher[:, None])
         total = total * shrink + tl.sum(weight, 1)
         mixed = tl.dot(weight.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+        if BLOCK_E:
+            more_mixed = more_mixed * shrink[:, None]
+            more_mixed = tl.dot(weight.to(v.dtype), more_v, more_mixed, input_precision="ieee")
         highest = higher
-    mixed = mixed / total[:, None]
-    out = OUT + ((b * N + m[:, None]) * H + h) * D + d[None, :]
-    tl.store(out, mixed.to(OUT.dtype.element_ty), mask=inside_m)
+    out = OUT + ((b * N + m[:, None]) * H + h) * D
+    tl.store(out + d[None, :], (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=inside_m)
+    if BLOCK_E:
+        tl.store(out + e[None, :], (more_mixed / total[:, None]).to(OUT.dtype.element_ty), mask=inside_e)
 
 
 @triton.jit(do_not_specialize=["H", "N", "prefix"])

@@ -136,7 +136,8 @@ def _reduce(
         joining = prune - keep if joins else 0
         similarity, target = match(x, order, prefix, keep, joining)
         destination, share = (order, importance) if places is None else places
-        whole = b < MANY and joining <= 32 and c <= 1024
+        waits = b < MANY and joining <= 32  # for loads: of few images, many features at once
+        width = min(power_of_two(c), (1024 if c <= 1024 else 512) if waits else 128)
         rows = 16 if b < MANY else 32
         count = tiles(keep, rows)
         if b:
@@ -144,11 +145,11 @@ def _reduce(
                 x, or_any(size, x), importance, order, similarity, target, out, out_size, log_size,
                 or_any(weight, x), or_any(bias, x), normed, out_importance, destination, share,
                 n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
-                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None, WHOLE=whole,
-                MAPPED=places is not None,
-                BLOCK_T=rows, BLOCK_J=power_of_two(joining), BLOCK_C=power_of_two(c) if whole else 128,
+                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None,
+                WHOLE=waits and width >= c, MAPPED=places is not None,
+                BLOCK_T=rows, BLOCK_J=power_of_two(joining), BLOCK_C=width,
                 BLOCK_K=power_of_two(similarity.shape[1], least=16 if b < MANY else 4),
-                num_warps=8 if whole or joining > 64 else 4, num_stages=2,
+                num_warps=8 if waits or joining > 64 else 4, num_stages=2,
             )  # fmt: skip
 
 
@@ -234,12 +235,12 @@ def match(x: Tensor, order: Tensor, prefix: int, first: int, joining: int) -> tu
     similarity = x.new_empty((b, count, joining), dtype=torch.float32)
     target = x.new_empty((b, count, joining), dtype=torch.int32)
     if b and joining:
-        width = min(64, power_of_two(joining))
-        deep = b < MANY and width <= 16  # one image waits for its loads: ask for many at once
-        kernels().match_kernel[(count * b,)](
+        few = b < MANY  # which wait for their loads: ask for many at once, in more programs
+        width = 16 if few else min(64, power_of_two(joining))
+        kernels().match_kernel[(count * b, tiles(joining, width) if few else 1)](
             x, order, similarity, target, n, c, prefix, first, joining, count,
             BLOCK_J=width, BLOCK_T=rows,
-            BLOCK_C=256 if deep else 32, num_warps=4, num_stages=1 if deep else 3,
+            BLOCK_C=256 if few else 32, num_warps=4, num_stages=1 if few else 3,
         )  # fmt: skip
     return similarity, target
 

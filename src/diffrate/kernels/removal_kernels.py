@@ -112,14 +112,15 @@ def match_kernel(
 ):  # fmt: skip
     """For each of J joiners, from place `first` of the order on, the most similar of one tile of targets.
 
-    Targets are the image tokens before `first`. The best of each tile are compared by assemble_kernel.
+    Targets are the image tokens before `first`. The best of each tile are compared by assemble_kernel. The second axis
+    of the grid shares out the joiners.
     """
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
     x = X + b * N * C
     t = prefix + tile * BLOCK_T + tl.arange(0, BLOCK_T)
     t_row = tl.load(ORDER + b * N + t, mask=t < first, other=0)
-    for start in range(0, J, BLOCK_J):
+    for start in range(tl.program_id(1) * BLOCK_J, J, tl.num_programs(1) * BLOCK_J):
         j = start + tl.arange(0, BLOCK_J)
         j_row = tl.load(ORDER + b * N + first + j, mask=j < J, other=0)
         product = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
