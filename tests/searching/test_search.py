@@ -136,6 +136,30 @@ def test_among_answers_that_differ_by_noise_the_last_is_taken(model, data, monke
     assert found.schedule.made["best_step"] > 0
 
 
+def test_a_search_begins_between_the_starts_that_held_out_images_cannot_tell_apart(model, data, monkeypatch):
+    """Of three, one is first by chance, the last is level with it, and the other behind on every image."""
+    losses = [torch.full((8,), level).double() for level in (1.0, 1.2, 1.01)]
+    losses[2] += torch.tensor([-0.1, 0.1] * 4)
+    made, begun = [], []
+
+    def each(_, schedule):
+        made.append(schedule.merge)
+        return losses[len(made) - 1] if len(made) <= 3 else torch.ones(8).double()
+
+    monkeypatch.setattr(HeldOut, "each", each)
+    original = fast.FastRecipe.__init__
+
+    def begin(self, subject, space, operator, budget, steps, start, *rest):
+        begun.append(start)
+        original(self, subject, space, operator, budget, steps, start, *rest)
+
+    monkeypatch.setattr(fast.FastRecipe, "__init__", begin)
+    run(model, data, steps=1)
+    mean = (torch.tensor(made[0]) + torch.tensor(made[2])).double() / 2
+    assert len({*made[:3]}) == 3
+    assert (begun[0] - mean[: len(begun[0])]).abs().max() <= 1.5  # moved back onto the budget
+
+
 @pytest.mark.parametrize(("gain", "floor"), [(0.5, fast.FLOOR), (-0.5, 0.0), (0.0, 0.0)])
 def test_held_out_images_decide_whether_every_token_has_a_floor(model, data, monkeypatch, gain, floor):
     def each(_, schedule):

@@ -109,7 +109,12 @@ def best_start(
     start: Schedule | None,
     last: Schedule | None,
 ) -> Tensor:
-    """Where to begin: at `start`, if one is given; else the best of a few simple schedules and the `last` answer."""
+    """Where to begin: at `start`, if it is given, else between the best of some simple schedules and the `last` answer.
+
+    The best are the first on held-out images and all that are not clearly behind it; their mean is the beginning.
+    Which of these is first is mostly chance, and a descent does not forget where it began: along directions in which
+    the loss hardly changes it goes nowhere.
+    """
     if last is None and start is not None:
         return project(space.searched(start), budget, space, space.freely())
     candidates = held_out.subject.starts(space, budget)
@@ -118,11 +123,16 @@ def best_start(
         candidates = [project(counts, budget, space, space.freely()), *candidates]
     if len(candidates) == 1:
         return candidates[0]
-
-    def loss(counts: Tensor) -> float:
-        return held_out.mean(held_out.each(schedule_of(rounded(counts, budget, space), space, operator)))
-
-    return min(candidates, key=loss)
+    losses = [
+        held_out.each(schedule_of(rounded(counts, budget, space), space, operator)) for counts in candidates
+    ]
+    first = min(losses, key=held_out.mean)
+    good = [
+        counts
+        for counts, loss in zip(candidates, losses, strict=True)
+        if loss is first or not held_out.clearly_above(loss, first)
+    ]
+    return project(torch.stack(good).mean(dim=0), budget, space, space.freely())
 
 
 def best_operator(
