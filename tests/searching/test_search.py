@@ -139,7 +139,7 @@ def test_among_answers_that_differ_by_noise_the_last_is_taken(model, data, monke
 def test_a_search_begins_between_the_starts_that_held_out_images_cannot_tell_apart(model, data, monkeypatch):
     """Of three, one is first by chance, the last is level with it, and the other behind on every image."""
     losses = [torch.full((8,), level).double() for level in (1.0, 1.2, 1.01)]
-    losses[2] += torch.tensor([-0.1, 0.1] * 4)
+    losses[2] += 0.017 * torch.tensor([-1.0, 1.0] * 4)  # behind by 1.7 standard errors
     made, begun = [], []
 
     def each(_, schedule):
@@ -181,6 +181,8 @@ def test_clearly_above_is_a_paired_standard_error():
     assert held.clearly_above(base + noise + 0.051, base)
     assert not held.clearly_above(base + noise + 0.049, base)
     assert not held.clearly_above(base - 1, base)
+    assert held.clearly_above(base + noise + 0.101, base, 2.0)
+    assert not held.clearly_above(base + noise + 0.099, base, 2.0)
     assert held.mean(base) == pytest.approx(float(base.mean()))
 
 

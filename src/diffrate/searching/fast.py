@@ -25,6 +25,7 @@ from diffrate.searching.subject import Subject
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
 FLOOR = 1.0  # the other choice, for models whose class token ignores most of an image: held-out images decide
 SHARE = 0.1  # of a block's tokens, by which its count is changed to measure the slope
+BEHIND = 2.0  # standard errors on held-out images, by which a start is clearly worse than the first of four
 TRAVEL = 80  # tokens of 197 that a count could travel at the first step's length
 
 
@@ -130,7 +131,7 @@ def best_start(
     good = [
         counts
         for counts, loss in zip(candidates, losses, strict=True)
-        if loss is first or not held_out.clearly_above(loss, first)
+        if loss is first or not held_out.clearly_above(loss, first, BEHIND)
     ]
     return project(torch.stack(good).mean(dim=0), budget, space, space.freely())
 

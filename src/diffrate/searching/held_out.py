@@ -54,13 +54,13 @@ class HeldOut:
         count, total = self._sums(torch.ones_like(each), each)
         return total / count
 
-    def clearly_above(self, each: Tensor, other: Tensor) -> bool:
-        """Whether `each` lies above `other`, image by image, by more than the standard error of their difference."""
+    def clearly_above(self, each: Tensor, other: Tensor, errors: float = 1.0) -> bool:
+        """Whether `each` lies above `other`, image by image, by more than some standard errors of their difference."""
         difference = each - other
         count, total, squares = self._sums(torch.ones_like(each), difference, difference.square())
         mean = total / count
         variance = max(squares / count - mean**2, 0.0)
-        return mean > math.sqrt(variance / count)
+        return mean > errors * math.sqrt(variance / count)
 
     def _sums(self, *values: Tensor) -> list[float]:
         total: Any = self.accelerator.reduce(torch.stack([v.sum() for v in values]), reduction="sum")
