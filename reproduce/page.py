@@ -120,16 +120,17 @@ def trainings(path: Path, record: dict[str, Any]) -> Iterator[str]:
         f"{str(record['commit'])[:10]}, {record['date'][:10]}. Uncompressed: {results['gmacs']:.3f} GMACs, top-1 "
         f"{results['uncompressed']:.2f}.\n"
     )
-    yield "| budget | | GMACs | top-1 % | runs |"
-    yield "|---|---|---|---|---|"
+    yield "| budget | | GMACs | top-1 % | runs | epochs |"
+    yield "|---|---|---|---|---|---|"
     for budget, known in results["budgets"].items():
-        yield f"| {budget} | searched, without tuning | {known['gmacs']:.3f} | {known['without tuning']:.2f} | |"
+        yield f"| {budget} | searched, without tuning | {known['gmacs']:.3f} | {known['without tuning']:.2f} | | |"
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in results["runs"]:
         kinds.setdefault((row["budget"], row["name"]), []).append(row)
     for (budget, name), rows in sorted(kinds.items(), key=lambda item: -item[1][0]["gmacs"]):
         mean = sum(row["test_accuracy"] for row in rows) / len(rows)
-        yield f"| {budget} | {name} | {rows[0]['gmacs']:.3f} | {mean:.2f} | {len(rows)} |"
+        epochs = f"{min(row['epochs'] for row in rows)} of {rows[0]['of_epochs']}"
+        yield f"| {budget} | {name} | {rows[0]['gmacs']:.3f} | {mean:.2f} | {len(rows)} | {epochs} |"
 
 
 def tables(results: dict[str, Any]) -> Iterator[str]:

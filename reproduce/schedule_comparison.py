@@ -27,6 +27,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import setting as shared
 import torch
@@ -153,12 +154,13 @@ def nll(model: nn.Module, schedule: diffrate.Schedule, images: Tensor, labels: T
     return F.cross_entropy(logits.float(), labels, reduction="none").double()
 
 
-def run(setting: Setting, count: int = RANDOM) -> None:
+def run(setting: Setting, count: int = RANDOM, given: diffrate.Schedule | None = None) -> None:
+    """The race at the tightest budget; of a schedule that is `given`, or else searched for here."""
     table = Table(setting, "schedule_comparison", f"Schedule comparison, {count:,} random ones", PAPER)
     images, labels = (torch.cat(parts) for parts in zip(*setting.val, strict=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(images.device)
     budget = setting.budgets[-1]
-    found, _ = setting.search(budget)
+    found = setting.search(budget)[0] if given is None else given
     table.measure("search", found, budget=budget)
     simple = {"ToMe's counts": constant_number, "EViT's counts": stepwise, "constant rate": constant_rate}
     for name, make in simple.items():
@@ -192,9 +194,13 @@ def run(setting: Setting, count: int = RANDOM) -> None:
 def main() -> None:
     flags = shared.parser(__doc__)
     flags.add_argument("--random", type=int, default=RANDOM, help="random schedules")
+    flags.add_argument(
+        "--schedule", type=Path, help="the file of a search that was run before, for its budget"
+    )
     arguments = flags.parse_args()
+    given = None if arguments.schedule is None else diffrate.Schedule.load(arguments.schedule)
     try:
-        run(shared.setting(arguments), arguments.random)
+        run(shared.setting(arguments), arguments.random, given)
     except OutOfTimeError:
         print("out of time: the rows so far are saved")
 

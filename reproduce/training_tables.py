@@ -107,9 +107,25 @@ def accuracy(record: dict[str, Any]) -> str:
             f"| {name} ({budget['gmacs']:.3f} G) | {budget['without tuning']:.2f} | {_mean(budget, 'fine-tuned')} "
             f"| {_mean(budget, 'from scratch')} | {recovered} |"
         )
-    epochs = {row["name"]: row["epochs"] for row in results["runs"]}
-    words = ", ".join(f"{name} {count}" for name, count in epochs.items())
-    return "\n".join([*lines, "", f"Top-1 % on {results['test_images']:,} test images. Epochs: {words}."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Top-1 % on {results['test_images']:,} test images. Epochs: {_epochs(results['runs'])}.",
+        ]
+    )
+
+
+def _epochs(runs: list[dict[str, Any]]) -> str:
+    """How many epochs the runs of each kind had, of how many their learning rate was planned for."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in runs:
+        kinds.setdefault(row["name"], []).append(row)
+    words = []
+    for name, rows in kinds.items():
+        had = sorted({row["epochs"] for row in rows})
+        words.append(f"{name} {' to '.join(map(str, {had[0]: 0, had[-1]: 0}))} of {rows[0]['of_epochs']}")
+    return "; ".join(words)
 
 
 def _control(results: dict[str, Any]) -> str:

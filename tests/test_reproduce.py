@@ -199,14 +199,21 @@ def test_the_page_is_what_the_results_say(load, small, tmp_path: Path) -> None:
     assert f"| Ablation, sorting metric | `sorting_metric.py` | {link} |" in text
     assert "| Ablation, compression module | `operation_order.py` | not run |" in text
     runs = [
-        {"name": "spvit, fine-tuned", "budget": "50%", "gmacs": 0.17, "test_accuracy": accuracy}
-        for accuracy in (90.0, 91.0)
+        {
+            "name": "spvit, fine-tuned",
+            "budget": "50%",
+            "gmacs": 0.17,
+            "test_accuracy": accuracy,
+            "epochs": epochs,
+        }
+        | {"of_epochs": 4}
+        for accuracy, epochs in ((90.0, 4), (91.0, 3))
     ]
     training = {"model": "small", "test_images": 10, "gmacs": 0.35, "uncompressed": 92.0, "runs": runs}
     training["budgets"] = {"50%": {"gmacs": 0.17, "without tuning": 89.0}}
     record = {"results": training, "command": "x", "device": "y", "commit": "z", "date": "2026-01-01"}
     (tmp_path / "with_training_small.json").write_text(json.dumps(record))
-    assert "| 50% | spvit, fine-tuned | 0.170 | 90.50 | 2 |" in page.page(tmp_path)
+    assert "| 50% | spvit, fine-tuned | 0.170 | 90.50 | 2 | 3 of 4 |" in page.page(tmp_path)
 
 
 def test_runs_with_training_are_compared_with_those_without(

@@ -61,7 +61,7 @@ def test_times(tables):
 def test_accuracy(tables):
     budget = {"gmacs": 0.175, "without tuning": 90.0, "recovered": 0.75}
     budget["fine-tuned"] = {"mean": 91.5, "deviation": 0.123, "runs": 3}
-    run = {"name": "uncompressed, fine-tuned", "test_accuracy": 92.1, "epochs": 5}
+    run = {"name": "uncompressed, fine-tuned", "test_accuracy": 92.1, "epochs": 4, "of_epochs": 5}
     results = {
         "gmacs": 0.35,
         "uncompressed": 92.0,
@@ -71,4 +71,5 @@ def test_accuracy(tables):
     }
     text = tables["accuracy"]({"results": results})
     assert "| all (0.350 G) | 92.00 | 92.10 | | |" in text
+    assert "Epochs: uncompressed, fine-tuned 4 of 5." in text
     assert "| 50% (0.175 G) | 90.00 | 91.50 ± 0.12 |  | 75% |" in text
