@@ -34,6 +34,7 @@ def answer_sigterm() -> None:
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # launchers set it
     if alone or threading.current_thread() is not threading.main_thread():
         return
+    _said.clear()  # by a command before this one
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
