@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -107,3 +109,12 @@ def test_unknown_argument_and_unknown_tag_are_one_sentence() -> None:
 def test_a_model_that_takes_any_size_is_told_which() -> None:
     assert input_size(load_model("caformer_s18", img_size=(96, 160))) == (96, 160)
     assert input_size(load_model("caformer_s18")) == (224, 224)
+
+
+def test_a_numpy_file_that_is_refused_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "weights.npz"
+    np.savez(path, other=np.ones(2))
+    with pytest.raises(DiffRateError, match="does not load into") as error:
+        load_tiny(checkpoint=path)
+    assert str(path) not in [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    assert error.value.__cause__ is not None  # while it is there, all that was under way is

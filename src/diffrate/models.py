@@ -7,6 +7,7 @@ into one sentence each.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def _load_weights(model: nn.Module, name: str, checkpoint: Path) -> None:
         # Older versions of timm would unpickle anything, which can run code.
         load_checkpoint(model, str(checkpoint), filter_fn=filter_fn, weights_only=True)
     except Exception as error:  # a corrupt file raises whatever its format's parser raises
+        traceback.clear_frames(error.__traceback__)  # in which timm has left the file open
         raise DiffRateError(
             f"checkpoint {checkpoint} does not load into {name}: {what_does_not_fit(error)}"
         ) from error

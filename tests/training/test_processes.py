@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,8 +93,11 @@ def test_a_killed_worker_ends_the_job_and_leaves_a_state_to_resume(
         finally:
             job.kill()
     text = " ".join((tmp_path / "log").read_text().split())
-    assert "Error: another process of this training has ended (" in text
-    assert f"--resume goes on from {output / 'state.safetensors'}" in text
+    # Once, whether its collective fails first or torchrun asks it to stop.
+    on = f"--resume goes on from {output / 'state.safetensors'}"
+    noticed = rf"Error: another process of this training has ended \([^;]*\); {re.escape(on)}"
+    asked = rf"Error: this training was asked to stop \(SIGTERM\)[^;]*; {re.escape(on)}"
+    assert len(re.findall(f"{noticed}|{asked}", text)) == text.count(on) == 1, text
     # What it left is whole: the run goes on from there, here until the time that it is given is over.
     assert diffrate_cli(*command(inputs, output, 5000, "--resume", "--max-minutes", 0)).code == 0
     assert len(history(output)) >= 1

@@ -29,6 +29,7 @@ from diffrate.cli import (
     train,
     visualize,
 )
+from diffrate.cli.last_word import REFUSED, answer_sigterm, say
 from diffrate.cli.output import note
 from diffrate.errors import DiffRateError
 from diffrate.models import first_line
@@ -83,6 +84,7 @@ def main() -> None:
     """Run the command line; a mistake of the user ends in one sentence and exit code 2."""
     warnings.showwarning = _show_warning
     _end_when_interrupted_twice()
+    answer_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is no reason to end
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -134,8 +136,8 @@ def _silent(*_: Any) -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    typer.echo(f"Error: {' '.join(sentence.split())}", err=True)
-    sys.exit(2)
+    say(sentence)
+    sys.exit(REFUSED)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

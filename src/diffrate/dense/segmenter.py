@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def _load_backbone(backbone: nn.Module, name: str, checkpoint: Path) -> None:
             weights_only=True,
         )
     except Exception as error:  # a corrupt file raises whatever its format's parser raises
+        traceback.clear_frames(error.__traceback__)  # in which timm has left the file open
         raise DiffRateError(
             f"checkpoint {checkpoint} does not load into {name}: {first_line(error)}"
         ) from error
