@@ -6,7 +6,8 @@ compressed one are shared. Each row then ranks and merges by its own counts; a r
 its batch carries dead ones behind its live ones, which nobody attends to. The batch shrinks to its longest row in every
 block, so schedules should come in batches of similar ones. The last block runs for the class token alone.
 
-For the operator of the fast search: merging only, by cost, attention-weighted means, proportional attention.
+For the operator of the fast search: merging only, by cost, attention-weighted means of kept norms, proportional
+attention.
 """
 
 from __future__ import annotations
@@ -125,6 +126,12 @@ def _merged(
     moves = image.new_zeros(len(image), end, image.shape[1])
     moves.scatter_(1, torch.where(joins | stays, to, 0).unsqueeze(1), share.unsqueeze(1))
     x = moves @ image
+    if operator.keep_norm:
+        norms = image.float().norm(dim=-1)
+        longest = norms.gather(1, order).scatter_reduce(1, target, torch.where(joins, norms, 0.0), "amax")
+        shrunk = x.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        stretch = longest[:, :end] / shrunk
+        x = x * torch.where(stretch.isfinite(), stretch, 1.0).unsqueeze(-1).to(x.dtype)  # not of dead ones
     return Rows(
         torch.cat([rows.x[:, :prefix], x], dim=1),
         torch.cat([rows.size[:, :prefix], grown[:, :end]], dim=1),

@@ -227,10 +227,11 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                 for operator in (
                     Operator(),
                     Operator(operation="merge", mean="attention", choice="cost"),
+                    Operator(operation="merge", mean="attention", choice="cost", keep_norm=True),
                     Operator(operation="merge", mean="size"),
                     Operator(operation="prune"),
                 ):
-                    name = f"{operator.operation}/{operator.choice}/{operator.mean}"
+                    name = f"{operator.operation}/{operator.choice}/{operator.mean}/{operator.keep_norm}"
                     errors[name] = reduction_error(x, logits, importance, size, operator, tolerance)
                 norm = torch.nn.LayerNorm(c, device=device, dtype=dtype)
                 total, normed = ops.add_norm(x, x.flip(0), norm.weight.data, norm.bias.data, norm.eps)
@@ -321,13 +322,16 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
             "rank, 15 more": lambda logits=more: ops.rank(logits, 1, 0.2),
             "match": lambda x=x, o=order, k=keep: ops.match(x, o, 1, k, 10),
             "reduce (match, assemble)": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep: (
-                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0)
+                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0, False)
             ),
             "reduce and norm": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep, w=affine: (
-                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0, *w, 1e-6)
+                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0, False, *w, 1e-6)
             ),
             "reduce, merge by cost": lambda x=x, i=importance, o=order, s=size, n=n, k=keep: ops.reduce(
-                x, i, o, s, 1, n, k, "attention", True, 0.0
+                x, i, o, s, 1, n, k, "attention", True, 0.0, False
+            ),
+            "reduce, merge by cost, norms kept": lambda x=x, i=importance, o=order, s=size, n=n, k=keep: (
+                ops.reduce(x, i, o, s, 1, n, k, "attention", True, 0.0, True)
             ),
             "copy of what is kept": lambda x=x, k=keep: x[:, :k].contiguous(),
         }

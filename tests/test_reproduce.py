@@ -25,6 +25,7 @@ import diffrate
 from conftest import random_vit
 from diffrate import DiffRateError, embedded
 from diffrate.methods.schedules import random_schedules
+from diffrate.searching import fast
 
 FOLDER = Path(__file__).resolve().parents[1] / "reproduce"
 
@@ -150,7 +151,7 @@ def test_many_schedules_in_one_pass_have_the_logits_of_each_alone(load, floor: f
     module: ModuleType = load("many_schedules")
     model = random_vit(depth=5, reg_tokens=1)
     images, whole = torch.randn(3, 3, 32, 32), diffrate.gmacs(model)
-    operator = diffrate.Operator(operation="merge", mean="attention", choice="cost", floor=floor)
+    operator = fast.OPERATOR.changed(floor=floor)
     schedules = [
         schedule
         for share in (0.8, 0.5)

@@ -13,7 +13,7 @@ SHARED = ("auto", "class-attention")  # of which image tokens may have a share
 OPERATIONS = ("prune-merge", "merge-prune", "prune", "merge")
 MEANS = ("plain", "size", "attention")
 CHOICES = ("rank", "cost")
-EXTRAS = ("pruned_mass", "size_aware", "keep_norm")  # options that kernels and masks do not know
+EXTRAS = ("pruned_mass", "size_aware", "keep_norm")  # options that masks do not know
 _ALLOWED = {"importance": IMPORTANCES, "operation": OPERATIONS, "mean": MEANS, "choice": CHOICES}
 
 

@@ -158,8 +158,8 @@ def join(
     """Each token from position `keep` on joins its `target` position (B, n - keep).
 
     A target becomes the (weighted) mean of itself and what joined it, with `keep_norm` as long as the longest of them,
-    which a mean would shrink; its size grows by size x similarity of each
-    joiner, and never falls below 1, so that its logarithm stays finite.
+    which a mean would shrink; its size grows by size x similarity of each joiner, and never falls below 1, so that its
+    logarithm stays finite.
     """
     x, sizes = tokens.x, tokens.sizes()
     size = added_at(sizes[:, :keep], target, sizes[:, keep:] * similarity).clamp_min(1.0)
@@ -171,9 +171,10 @@ def join(
     merged = added_at(x[:, :keep] * share, target, x[:, keep:] * given)
     if keep_norm:
         norms = x.detach().float().norm(dim=-1)
-        longest = norms[:, :keep].scatter_reduce(1, target, norms[:, keep:], "amax")
+        longest = highest_at(norms[:, :keep], target, norms[:, keep:])
         shrunk = merged.detach().float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        merged = merged * (longest / shrunk).unsqueeze(-1)
+        stretch = longest / shrunk
+        merged = merged * torch.where(stretch.isfinite(), stretch, 1.0).unsqueeze(-1)
     merged = merged.to(x.dtype)
 
     patches, positions = tokens.patches, tokens.positions
@@ -186,6 +187,16 @@ def join(
         tokens.with_features(merged), size=size, patches=patches, positions=positions, log_size=None
     )
     return joined, None if weight is None else total
+
+
+def highest_at(base: Tensor, target: Tensor, given: Tensor) -> Tensor:
+    """(B, K) the highest of `base`, none of it below zero, and of what is `given` (B, J) to each `target`."""
+    if torch.compiler.is_exporting():  # see added_at
+        members = (
+            target.unsqueeze(1) == torch.arange(base.shape[1], device=target.device)[:, None]
+        )  # (B, K, J)
+        return torch.maximum(base, (members * given.unsqueeze(1)).amax(dim=2))
+    return base.scatter_reduce(1, target, given, "amax")
 
 
 def added_at(base: Tensor, target: Tensor, given: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ HALF = (torch.float16, torch.bfloat16)
 OPERATORS = [
     {},
     {"operation": "merge", "mean": "attention", "choice": "cost", "floor": 0.5},
+    {"operation": "merge", "mean": "attention", "choice": "cost", "keep_norm": True},
     {"operation": "merge", "mean": "size"},
     {"operation": "merge-prune", "mean": "attention"},
 ]

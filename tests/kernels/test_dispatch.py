@@ -58,6 +58,7 @@ SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost", "image_
     [
         ({}, "auto"),
         (SEARCHED, "auto"),
+        ({**SEARCHED, "keep_norm": True}, "auto"),
         ({"operation": "prune"}, "auto"),
         ({"mean": "size"}, "auto"),
         ({"proportional": False}, "auto"),
@@ -132,7 +133,7 @@ def test_what_the_kernels_do_not_do_runs_plainly(model, images, calls):
     assert not calls
 
 
-@pytest.mark.parametrize("changes", [{}, {"mean": "size"}, SEARCHED])
+@pytest.mark.parametrize("changes", [{}, {"mean": "size"}, SEARCHED, {**SEARCHED, "keep_norm": True}])
 def test_gradients_are_those_of_the_plain_path(model, images, calls, changes):
     fast = diffrate.compress(model, Schedule([17, 15, 11, 6], [17, 12, 9, 3]), **changes)
     found = {}

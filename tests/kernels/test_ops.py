@@ -13,13 +13,14 @@ from diffrate.tokens import Tokens
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from diffrate.kernels import ops
+from diffrate.kernels import ops, removal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not multiply bfloat16")
 HALF = [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)]
 PUBLISHED = Operator()
 SEARCHED = Operator(operation="merge", mean="attention", choice="cost", floor=0.5)
+STRETCHED = SEARCHED.changed(keep_norm=True)
 
 
 def randn(*shape, seed=0):
@@ -199,10 +200,11 @@ def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance
         (PUBLISHED, False),
         (PUBLISHED, True),
         (SEARCHED, True),
+        (STRETCHED, True),
         (Operator(operation="prune"), True),
         (Operator(mean="size"), True),
     ],
-    ids=["published", "published, sizes", "searched", "prune", "mean by size"],
+    ids=["published", "published, sizes", "searched", "norms kept", "prune", "mean by size"],
 )
 @pytest.mark.parametrize(
     ("n", "prefix", "prune", "merge", "c"),
@@ -222,14 +224,46 @@ def test_reduction_is_the_twins(operator, n, prefix, prune, merge, c, sized):
     agree(randn(2, n, c, seed=4), size, logits, importance, prefix, prune, merge, operator)
 
 
+@pytest.mark.parametrize("operator", [PUBLISHED, STRETCHED])
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("c", [192, 384, 768, 1024, 1280])
-def test_reduction_at_the_widths_of_real_models(c):
+def test_reduction_at_the_widths_of_real_models(c, many, operator, monkeypatch):
+    monkeypatch.setattr(removal, "MANY", 1 if many else 32)
     logits, importance = scores(1, 24)
-    agree(randn(1, 24, c, seed=4), None, logits, importance, 1, 22, 18, PUBLISHED)
+    agree(randn(1, 24, c, seed=4), None, logits, importance, 1, 22, 18, operator)
+
+
+def test_a_merged_token_is_as_long_as_its_longest_member():
+    logits, _ = scores(2, 30)
+    x = randn(2, 30, 48, seed=4) * torch.linspace(0.5, 3, 30, device=DEVICE)[:, None]
+    ranked = kernels.rank(logits[:, :, None], 1, STRETCHED)
+    with torch.no_grad():
+        left, _ = kernels.reduce_tokens(Tokens(x, 1), ranked, 30, 12, STRETCHED)
+    lengths = {round(float(length), 3) for length in x.norm(dim=-1).flatten()}
+    assert {round(float(length), 3) for length in left.x.norm(dim=-1).flatten()} <= lengths
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+)  # of the interpreter
+@pytest.mark.parametrize("many", [False, True])
+def test_what_cannot_be_stretched_stays_finite(many, monkeypatch):
+    """A token and its negative, whose mean is nothing; tokens of nothing; squares beyond what fp32 holds."""
+    monkeypatch.setattr(removal, "MANY", 1 if many else 32)
+    logits, importance = scores(1, 9)
+    one = randn(1, 1, 32)
+    for x in (torch.cat([one, -one] * 4 + [one], dim=1), torch.zeros(1, 9, 32, device=DEVICE), one * 1e25):
+        tokens = Tokens(x.expand(1, 9, 32).contiguous(), 1)
+        ranked = kernels.rank(logits[:, :, None], 1, STRETCHED)
+        with torch.no_grad():
+            ours, _ = kernels.reduce_tokens(tokens, ranked, 9, 3, STRETCHED)
+            plain = reduce_tokens(tokens, importance[:, 1:], 9, 3, STRETCHED)
+        assert ours.x.isfinite().all()
+        assert plain.x.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("operator", [PUBLISHED, SEARCHED])
+@pytest.mark.parametrize("operator", [PUBLISHED, SEARCHED, STRETCHED])
 def test_reduction_in_half_precision(dtype, operator):
     logits, importance = scores(2, 29)
     x = randn(2, 29, 64, seed=4).to(dtype)
@@ -249,7 +283,7 @@ def test_what_is_neither_pruned_nor_merged_keeps_every_bit():
         assert torch.equal(reduced.x[b][untouched[b]], x[b, rows.to(DEVICE)][untouched[b]])
 
 
-@pytest.mark.parametrize("operator", [PUBLISHED, SEARCHED])
+@pytest.mark.parametrize("operator", [PUBLISHED, SEARCHED, STRETCHED])
 def test_ties_take_the_earlier_token_and_target(operator):
     """Equal importances and equal tokens: the twin's choice is defined by position alone, and so is the kernels'."""
     logits = torch.zeros(1, 2, 40, device=DEVICE)
@@ -343,10 +377,10 @@ def tokens_and_ranks():
         lambda: ("attend", (*heads_of(2, 2, 9, 32), None, 0.2, False)),
         lambda: ("widen", (*heads_of(2, 2, 9, 32)[:2], 1 + randn(2, 9).abs(), 0.2, True)),
         lambda: ("rank", (randn(2, 2, 16, 9), 1, 0.2)),
-        lambda: ("reduce", (*tokens_and_ranks(), None, 1, 8, 6, "plain", False, 0.0, None, None, 0.0)),
+        lambda: ("reduce", (*tokens_and_ranks(), None, 1, 8, 6, "plain", False, 0.0, False, None, None, 0.0)),
         lambda: (
             "reduce",
-            (*tokens_and_ranks(), None, 1, 9, 6, "attention", True, 0.5, randn(32), randn(32), 1e-6),
+            (*tokens_and_ranks(), None, 1, 9, 6, "attention", True, 0.5, True, randn(32), randn(32), 1e-6),
         ),
     ],
 )

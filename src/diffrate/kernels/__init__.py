@@ -74,7 +74,7 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and operator.importance == "class-attention"
         and operator.operation != "merge-prune"
         and not (operator.memory and _learns(x))
-        and not operator.has_extras
+        and not (operator.pruned_mass or operator.size_aware)
         # Of all pairs of tokens, products of fp32 are torch's: the kernel has no tensor cores for them.
         and (
             operator.choice == "rank"
@@ -207,7 +207,10 @@ def reduce_tokens(
     if ranked.stream is not None:
         torch.cuda.current_stream(tokens.x.device).wait_stream(ranked.stream)
     x, by_cost, importance = tokens.x, joins and operator.choice == "cost", None
-    given = (x, *ranked[:2], tokens.size, tokens.prefix, prune, merge, operator.mean, by_cost, operator.floor)
+    given = (
+        x, *ranked[:2], tokens.size, tokens.prefix, prune, merge,
+        operator.mean, by_cost, operator.floor, operator.keep_norm,
+    )  # fmt: skip
     if _learns(x):
         norm = None
         if torch.compiler.is_compiling():

@@ -54,6 +54,7 @@ class Removal(NamedTuple):
     importance  (B, N), and order (B, N), token indices by it.
     prune    tokens that pruning leaves; those ranked from `keep` on join the image tokens before them.
     by_cost  ranked by what merging them would lose, of all tokens, and not by their importance.
+    keep_norm  whether what others join is made as long as its longest member.
     """
 
     importance: Tensor
@@ -65,6 +66,7 @@ class Removal(NamedTuple):
     mean: str
     by_cost: bool
     floor: float
+    keep_norm: bool
 
 
 Kept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -124,7 +126,7 @@ def _reduce(
 ) -> None:
     """Fill `kept` and, where they are wanted, the places that tokens went to."""
     x = x.contiguous()
-    importance, order, size, prefix, prune, keep, mean, by_cost, floor = removal
+    importance, order, size, prefix, prune, keep, mean, by_cost, floor, keep_norm = removal
     out, out_size, log_size, normed, out_importance = kept
     weight, bias, eps = affine
     if by_cost:
@@ -134,7 +136,7 @@ def _reduce(
         joins = prune > keep > prefix
         b, n, c = x.shape
         joining = prune - keep if joins else 0
-        similarity, target = match(x, order, prefix, keep, joining)
+        similarity, target, length = match(x, order, prefix, keep, joining, keep_norm)
         destination, share = (order, importance) if places is None else places
         waits = b < MANY and joining <= 32  # for loads: of few images, many features at once
         width = min(power_of_two(c), (1024 if c <= 1024 else 512) if waits else 128)
@@ -142,10 +144,10 @@ def _reduce(
         count = tiles(keep, rows)
         if b:
             kernels().assemble_kernel[(count * b,)](
-                x, or_any(size, x), importance, order, similarity, target, out, out_size, log_size,
+                x, or_any(size, x), importance, order, similarity, target, length, out, out_size, log_size,
                 or_any(weight, x), or_any(bias, x), normed, out_importance, destination, share,
                 n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
-                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], NORM=weight is not None,
+                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], STRETCH=keep_norm, NORM=weight is not None,
                 WHOLE=waits and width >= c, MAPPED=places is not None,
                 BLOCK_T=rows, BLOCK_J=power_of_two(joining), BLOCK_C=width,
                 BLOCK_K=power_of_two(similarity.shape[1], least=16 if b < MANY else 4),
@@ -196,7 +198,7 @@ def _remember_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _spread_back(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return torch.ops.diffrate.spread(gradient, *ctx.saved_tensors), *([None] * 9)
+    return torch.ops.diffrate.spread(gradient, *ctx.saved_tensors), *([None] * len(Removal._fields))
 
 
 def _kept(x: Tensor, removal: Removal, weight: Tensor | None) -> Kept:
@@ -227,22 +229,28 @@ def rank_by_cost(x: Tensor, importance: Tensor, prefix: int, floor: float) -> Te
     return order
 
 
-def match(x: Tensor, order: Tensor, prefix: int, first: int, joining: int) -> tuple[Tensor, Tensor]:
-    """(B, tiles, J) highest cosine similarity of each joiner in each tile of targets, and the target's place."""
+def match(
+    x: Tensor, order: Tensor, prefix: int, first: int, joining: int, lengths: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, tiles, J) highest cosine similarity of each joiner in each tile of targets, and the target's place.
+
+    With `lengths` also (B, N) how long tokens are, by their places in the order; of those that a product was made of.
+    """
     b, n, c = x.shape
     rows = _token_tile(b, first - prefix)
     count = tiles(first - prefix, rows) if joining else 0
     similarity = x.new_empty((b, count, joining), dtype=torch.float32)
     target = x.new_empty((b, count, joining), dtype=torch.int32)
+    length = x.new_empty((b, n if lengths and joining else 0), dtype=torch.float32)
     if b and joining:
         few = b < MANY  # which wait for their loads: ask for many at once, in more programs
         width = 16 if few else min(64, power_of_two(joining))
         kernels().match_kernel[(count * b, tiles(joining, width) if few else 1)](
-            x, order, similarity, target, n, c, prefix, first, joining, count,
-            BLOCK_J=width, BLOCK_T=rows,
+            x, order, similarity, target, length, n, c, prefix, first, joining, count,
+            LENGTHS=lengths, BLOCK_J=width, BLOCK_T=rows,
             BLOCK_C=256 if few else 32, num_warps=4, num_stages=1 if few else 3,
         )  # fmt: skip
-    return similarity, target
+    return similarity, target, length
 
 
 def _token_tile(batch: int, tokens: int) -> int:
@@ -257,14 +265,14 @@ register(
 )
 register(
     "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep,"
-    " str mean, bool by_cost, float floor, Tensor? weight, Tensor? bias, float eps)"
+    " str mean, bool by_cost, float floor, bool keep_norm, Tensor? weight, Tensor? bias, float eps)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reduce,
     _reduce_outputs,
 )
 register(
     "reduce_mapped(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep, str mean,"
-    " bool by_cost, float floor) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool by_cost, float floor, bool keep_norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reduce_mapped,
     _reduce_mapped_outputs,
 )

@@ -106,14 +106,14 @@ def loss_kernel(
 
 @triton.jit(do_not_specialize=["N", "prefix", "first", "J", "TILES"])
 def match_kernel(
-    X, ORDER, SIMILARITY, TARGET,
+    X, ORDER, SIMILARITY, TARGET, LENGTH,
     N, C, prefix, first, J, TILES,
-    BLOCK_J: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    LENGTHS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """For each of J joiners, from place `first` of the order on, the most similar of one tile of targets.
 
     Targets are the image tokens before `first`. The best of each tile are compared by assemble_kernel. The second axis
-    of the grid shares out the joiners.
+    of the grid shares out the joiners. LENGTHS: also how long joiners and targets are, by their places.
     """
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
@@ -144,21 +144,26 @@ def match_kernel(
         where = (b * TILES + tile) * J + j
         tl.store(SIMILARITY + where, best, mask=j < J)
         tl.store(TARGET + where, target, mask=j < J)
+        if LENGTHS:  # joiners in the first tile of targets, targets with the first joiners
+            tl.store(LENGTH + b * N + first + j, j_length, mask=j + J * tile < J)
+            tl.store(LENGTH + b * N + t, t_length, mask=t + first * start < first)
 
 
 @triton.jit(do_not_specialize=["N", "prefix", "keep", "J", "TILES", "MATCH_TILES"])
 def assemble_kernel(
-    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
+    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, LENGTH, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
     OUT_IMPORTANCE, DESTINATION, SHARE,
     N, C, prefix, keep, J, TILES, MATCH_TILES, log_stride, eps,
-    HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
-    MAPPED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, STRETCH: tl.constexpr, NORM: tl.constexpr,
+    WHOLE: tl.constexpr, MAPPED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
 
-    The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance. NORM: also the layer norm
-    of what stays, by WEIGHT and BIAS, which the MLP would otherwise read all of it again for. WHOLE: BLOCK_C holds all
-    features of a token. MAPPED: for every token that stays or joins, also where it went and by what share.
+    The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance. STRETCH: what they join is
+    made as long as its longest member. NORM: also the layer norm of what stays, by WEIGHT and BIAS, which the MLP would
+    otherwise read all of it again for. WHOLE: BLOCK_C holds all features of a token. MAPPED: for every token that stays
+    or joins, also where it went and by what share.
     """
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
@@ -206,12 +211,12 @@ def assemble_kernel(
         comes = tl.max(pairs.to(tl.int32), 0) > 0  # whose features this tile needs
         grows = tl.max(pairs.to(tl.int32), 1) > 0
         share = tl.where(grows, weight / total, 1.0)
-        given = given / total[:, None]
-        if MAPPED:
-            tl.store(SHARE + b * N + row, share, mask=t < keep)
-            tl.store(DESTINATION + b * N + j_row, target, mask=comes)
-            tl.store(SHARE + b * N + j_row, tl.sum(given, 0), mask=comes)
-        given = given.to(X.dtype.element_ty)
+        part = given / total[:, None]
+        given = part.to(X.dtype.element_ty)
+        if STRETCH:
+            longest = tl.load(LENGTH + b * N + t, mask=(t >= prefix) & (t < keep), other=0.0)
+            theirs = tl.load(LENGTH + b * N + keep + j, mask=joins, other=0.0)
+            longest = tl.maximum(longest, tl.max(tl.where(pairs, theirs[None, :], 0.0), 1))
     else:
         if HAS_SIZE:
             grown = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
@@ -227,6 +232,7 @@ def assemble_kernel(
         tl.store(DESTINATION + b * N + row, t, mask=t < keep)
         if not JOINS:
             tl.store(SHARE + b * N + row, tl.full([BLOCK_T], 1.0, tl.float32), mask=t < keep)
+    stretch = tl.full([BLOCK_T], 1.0, tl.float32)
     if WHOLE:  # features stay at hand for the norm
         c = tl.arange(0, BLOCK_C)
         inside = (t[:, None] < keep) & (c[None, :] < C)
@@ -235,7 +241,11 @@ def assemble_kernel(
             inside_j = comes[:, None] & (c[None, :] < C)
             joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
             mean = features.to(tl.float32) * share[:, None]
-            features = tl.dot(given, joiners, mean, input_precision="ieee").to(X.dtype.element_ty)
+            mean = tl.dot(given, joiners, mean, input_precision="ieee")
+            if STRETCH:
+                stretch = stretch_to(longest, tl.sum(mean * mean, 1), grows)
+                mean = mean * stretch[:, None]
+            features = mean.to(X.dtype.element_ty)
         where = (b * keep + t[:, None]) * C + c[None, :]
         tl.store(OUT + where, features, mask=inside)
         if NORM:
@@ -257,21 +267,42 @@ def assemble_kernel(
                 mean = features.to(tl.float32) * share[:, None]
                 features = tl.dot(given, joiners, mean, input_precision="ieee").to(X.dtype.element_ty)
             tl.store(OUT + (b * keep + t[:, None]) * C + c[None, :], features, mask=inside)
-            if NORM:
+            if NORM or (JOINS and STRETCH):
                 wide = features.to(tl.float32)
                 added += tl.sum(wide, 1)
                 squared += tl.sum(wide * wide, 1)
+        if JOINS and STRETCH:
+            stretch = stretch_to(longest, squared, grows)
         if NORM:
             center = added / C
-            scale = tl.rsqrt(tl.maximum(squared / C - center * center, 0.0) + eps)
+            variance = tl.maximum(squared / C - center * center, 0.0) * stretch * stretch
+            scale = tl.rsqrt(variance + eps)
+            center = center * stretch
+        if NORM or (JOINS and STRETCH):
             tl.debug_barrier()  # what was stored is read again
             for c0 in range(0, C, BLOCK_C):
                 c = c0 + tl.arange(0, BLOCK_C)
                 inside = (t[:, None] < keep) & (c[None, :] < C)
                 where = (b * keep + t[:, None]) * C + c[None, :]
                 wide = tl.load(OUT + where, mask=inside, other=0.0).to(tl.float32)
-                apart = (wide - center[:, None]) * scale[:, None]
-                store_normed(NORMED + where, apart, WEIGHT, BIAS, c, C, inside)
+                if JOINS and STRETCH:
+                    wide = wide * stretch[:, None]
+                    grown_ones = inside & grows[:, None]
+                    tl.store(OUT + where, wide.to(X.dtype.element_ty), mask=grown_ones)
+                if NORM:
+                    apart = (wide - center[:, None]) * scale[:, None]
+                    store_normed(NORMED + where, apart, WEIGHT, BIAS, c, C, inside)
+    if MAPPED and JOINS:
+        tl.store(SHARE + b * N + row, share * stretch, mask=t < keep)
+        tl.store(DESTINATION + b * N + j_row, target, mask=comes)
+        tl.store(SHARE + b * N + j_row, tl.sum(part * stretch[:, None], 0), mask=comes)
+
+
+@triton.jit
+def stretch_to(longest, squared, grows):
+    """What makes a mean of this squared length as long as its longest member; 1 where that is no number."""
+    factor = longest / tl.sqrt(tl.maximum(squared, 1.1754943508222875e-38))
+    return tl.where(grows & (factor < 3.4e38), factor, 1.0)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """The fast recipe: descent on measured slopes of the divergence from the uncompressed model.
 
 No labels, no proxies and no backward pass: see slopes.py for how a dozen slopes are measured at the price of a few
-forward passes, and descent.py for what is done with them. Merging only, by importance-weighted means, of the tokens
-that lose least.
+forward passes, and descent.py for what is done with them. Merging only, of the tokens that lose least, into
+importance-weighted means that are as long as their longest member.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diffrate.searching.descent import Descent, perturbed
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.subject import Subject
 
-OPERATOR = Operator(operation="merge", mean="attention", choice="cost")
+OPERATOR = Operator(operation="merge", mean="attention", choice="cost", keep_norm=True)
 FLOOR = 1.0  # the other choice, for models whose class token ignores most of an image: held-out images decide
 SHARE = 0.1  # of a block's tokens, by which its count is changed to measure the slope
 BEHIND = 2.0  # standard errors on held-out images, by which a start is clearly worse than the first of four
