@@ -37,7 +37,8 @@ def fits(model: nn.Module, schedules: list[diffrate.Schedule]) -> bool:
     """Whether this forward knows the model and the operator of these schedules."""
     layout = backbone_of(model).layout
     operators = {schedule.operator for schedule in schedules}
-    known = len(operators) == 1 and all(operator.changed(floor=0.0) == OPERATOR for operator in operators)
+    plainly = {operator.changed(floor=0.0, keep_norm=OPERATOR.keep_norm) for operator in operators}
+    known = len(operators) == 1 and plainly == {OPERATOR}
     return known and layout.compresses_last_block and type(backbone_of(model)) is TimmViT
 
 
@@ -129,9 +130,10 @@ def _merged(
     if operator.keep_norm:
         norms = image.float().norm(dim=-1)
         longest = norms.gather(1, order).scatter_reduce(1, target, torch.where(joins, norms, 0.0), "amax")
-        shrunk = x.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        stretch = longest[:, :end] / shrunk
-        x = x * torch.where(stretch.isfinite(), stretch, 1.0).unsqueeze(-1).to(x.dtype)  # not of dead ones
+        grows = torch.zeros_like(norms).scatter_add(1, target, joins.float()) > 0
+        stretch = longest[:, :end] / x.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        stretch = torch.where(grows[:, :end] & stretch.isfinite(), stretch, 1.0)
+        x = (x.float() * stretch.unsqueeze(-1)).to(x.dtype)
     return Rows(
         torch.cat([rows.x[:, :prefix], x], dim=1),
         torch.cat([rows.size[:, :prefix], grown[:, :end]], dim=1),

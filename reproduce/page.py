@@ -19,7 +19,8 @@ Written by `python reproduce/page.py` from the files in [results/](../results/);
 Methods run with untouched weights, but where training is said, at equal MACs on the same images \
 (`diffrate compare`, `diffrate methods`). \
 Differences are in points of top-1 and in mean negative log-likelihood, paired, with 95 % intervals from drawing \
-images anew; p is McNemar's. How the search works and what was tried: [search.md](search.md).
+images anew; p is McNemar's. Rows called search, and its own in schedule transfer, are of commits before merges kept \
+norms, which the searches in search.md show. How the search works and what was tried: [search.md](search.md).
 """
 # What the paper has, the file here, and where its results lie: a table in reproduce_*.json, or files by their names.
 EXPERIMENTS = (
@@ -87,10 +88,11 @@ def heading(path: Path, record: dict[str, Any]) -> str:
     results = record["results"]
     whole = results["uncompressed"]
     gmacs = whole.get("gmacs", results.get("gmacs"))
+    note = f" {record['note']}" if record.get("note") else ""
     return (
         f"## {results['model']}, {whole['images']:,} images\n\n[{path.name}](../results/{path.name}): "
         f"`{record['command']}`, {record['device']}, commit {str(record['commit'])[:10]}, {record['date'][:10]}. "
-        f"Uncompressed: {gmacs:.3f} GMACs, top-1 {whole['top1']:.2f}, loss {whole['loss']:.4f}.\n"
+        f"Uncompressed: {gmacs:.3f} GMACs, top-1 {whole['top1']:.2f}, loss {whole['loss']:.4f}.{note}\n"
     )
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from setting import OutOfTimeError, Setting, Table
 from torch import Tensor, nn
 
 import diffrate
+from diffrate.errors import DiffRateError
 from diffrate.methods.schedules import (
     constant_number,
     constant_rate,
@@ -90,6 +92,8 @@ def race(
             for some in batches(left, schedules, part.stop - part.start, images.device):
                 check_time()
                 theirs = losses(model, [schedules[i] for i in some], images[part], labels[part]) - own
+                if not theirs.isfinite().all():
+                    raise FloatingPointError("a schedule has no loss: who is ahead cannot be said")
                 added[some] = torch.stack([theirs.sum(dim=1), theirs.square().sum(dim=1)], dim=1).cpu()
         except OutOfTimeError:
             if not seen:
@@ -161,6 +165,10 @@ def run(setting: Setting, count: int = RANDOM, given: diffrate.Schedule | None =
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(images.device)
     budget = setting.budgets[-1]
     found = setting.search(budget)[0] if given is None else given
+    if abs(diffrate.gmacs(setting.model, found) / budget - 1) > 0.01:
+        raise DiffRateError(
+            f"the schedule costs {diffrate.gmacs(setting.model, found):.4f} GMACs, not {budget:g}"
+        )
     table.measure("search", found, budget=budget)
     simple = {"ToMe's counts": constant_number, "EViT's counts": stepwise, "constant rate": constant_rate}
     for name, make in simple.items():
@@ -203,6 +211,8 @@ def main() -> None:
         run(shared.setting(arguments), arguments.random, given)
     except OutOfTimeError:
         print("out of time: the rows so far are saved")
+    except DiffRateError as error:
+        sys.exit(f"Error: {error}")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class RunFolder:
             changed = [key for key in config if known.get(key) != json.loads(json.dumps(config[key]))]
             if changed:
                 raise DiffRateError(
-                    f"the {what} in {self.path} was started with another {', '.join(changed)}"
+                    f"the {what} in {self.path} was started with another {', '.join(changed)}, or by another version"
                 )
         accelerator.wait_for_everyone()  # every process has looked before the first one writes
         if known is None:

@@ -83,7 +83,7 @@ def test_equal_importances_keep_the_earlier_token_in_onnx_too(tmp_path: Path) ->
 
 
 def test_torch_export(tmp_path: Path) -> None:
-    fast = compressed(choice="cost", operation="merge")
+    fast = compressed(choice="cost", operation="merge", mean="attention", keep_norm=True)
     export(fast, tmp_path / "fast.pt2", "torch-export", images())
     program = torch.export.load(tmp_path / "fast.pt2")
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}

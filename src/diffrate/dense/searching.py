@@ -30,8 +30,8 @@ from diffrate.searching.starts import starts
 from diffrate.searching.subject import Subject, kl
 
 # A class token that nobody asked about any more says little about what a decoder needs: tokens are worth as much to
-# their neighbours as the mean one is to it.
-OPERATOR = fast.OPERATOR.changed(floor=fast.FLOOR)
+# their neighbours as the mean one is to it. What kept norms do to a decoder's maps is not known.
+OPERATOR = fast.OPERATOR.changed(floor=fast.FLOOR, keep_norm=False)
 DEFAULTS = {"cuda": (60, 16), "cpu": (30, 4)}  # steps, and scenes a step
 
 

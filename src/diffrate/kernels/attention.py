@@ -90,7 +90,7 @@ def attend(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             scale * LOG2_E, heads, n, d,
             HAS_SIZE=size is not None, ROW=row, BLOCK_M=rows, BLOCK_N=keys, BLOCK_D=wide, BLOCK_E=more,
-            num_warps=4, num_stages=1 if n <= keys else 3,
+            num_warps=4, num_stages=1 if n <= keys else 3 if q.element_size() == 2 else 2,
         )  # fmt: skip
     return mixed, logits
 

@@ -34,6 +34,12 @@ def on_its_device(function: Any) -> Any:
     return run
 
 
+@functools.cache
+def has_room(device: torch.device) -> bool:
+    """Whether programs may hold much at once: from Ampere on a GPU gives them 100 KB and more, before it 64."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
+
+
 def or_any(tensor: Tensor | None, other: Tensor) -> Tensor:
     """A kernel's argument that it does not look at must still be some tensor."""
     return other if tensor is None else tensor

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffrate.kernels.operators import MANY, library, on_its_device, or_any, power_of_two, register, tiles
+from diffrate.kernels.operators import (
+    MANY,
+    has_room,
+    library,
+    on_its_device,
+    or_any,
+    power_of_two,
+    register,
+    tiles,
+)
 from diffrate.steps import step
 
 MEANS = {"plain": 0, "size": 1, "attention": 2}
@@ -138,8 +147,11 @@ def _reduce(
         joining = prune - keep if joins else 0
         similarity, target, length = match(x, order, prefix, keep, joining, keep_norm)
         destination, share = (order, importance) if places is None else places
-        waits = b < MANY and joining <= 32  # for loads: of few images, many features at once
-        width = min(power_of_two(c), (1024 if c <= 1024 else 512) if waits else 128)
+        waits = (
+            b < MANY and joining <= 32 and has_room(x.device)
+        )  # for loads: of few images, many features at once
+        most = 1024 if x.element_size() == 2 and c <= 1024 else 512
+        width = min(power_of_two(c), most if waits else 128)
         rows = 16 if b < MANY else 32
         count = tiles(keep, rows)
         if b:
@@ -147,8 +159,8 @@ def _reduce(
                 x, or_any(size, x), importance, order, similarity, target, length, out, out_size, log_size,
                 or_any(weight, x), or_any(bias, x), normed, out_importance, destination, share,
                 n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
-                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], STRETCH=keep_norm, NORM=weight is not None,
-                WHOLE=waits and width >= c, MAPPED=places is not None,
+                HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], STRETCH=joins and keep_norm,
+                NORM=weight is not None, WHOLE=waits and width >= c, MAPPED=places is not None,
                 BLOCK_T=rows, BLOCK_J=power_of_two(joining), BLOCK_C=width,
                 BLOCK_K=power_of_two(similarity.shape[1], least=16 if b < MANY else 4),
                 num_warps=8 if waits or joining > 64 else 4, num_stages=2,
