@@ -60,7 +60,7 @@ class Process:
             processes._under_way = None  # what other tests have left
             last_word._said.set()
             early()
-            app.app = lambda prog_name: body()  # type: ignore[assignment]
+            app._run = body
             app.main()
         except SystemExit as error:
             code = int(error.code or 0)

@@ -1,5 +1,7 @@
 """What the others say when one of several processes dies."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,32 @@ def test_a_lost_process_is_named_with_the_way_on(tmp_path: Path) -> None:
 def test_other_errors_stay_what_they_are(processes: int, text: str) -> None:
     with pytest.raises(RuntimeError, match=text[:9].replace("[", r"\[")), together(processes, "search", None):
         raise RuntimeError(text)
+
+
+def test_a_thread_that_hands_images_to_a_process_which_is_gone_says_nothing() -> None:
+    """What else is uncaught is shown, and so is that in the main thread."""
+    program = """
+import multiprocessing.connection, sys, threading
+from diffrate.cli.app import main
+sys.argv = ["diffrate", "schedules"]
+try:
+    main()
+except SystemExit:
+    pass
+
+def uncaught(error):  # as multiprocessing's own threads do it
+    try:
+        raise error
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+
+for error in (ConnectionResetError("gone"), ValueError("a mistake")):
+    thread = threading.Thread(target=uncaught, args=(error,))
+    thread.start()
+    thread.join()
+uncaught(ConnectionResetError("here"))
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    assert "gone" not in said
+    assert "ValueError: a mistake" in said
+    assert "ConnectionResetError: here" in said

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import warnings
+from types import TracebackType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -83,12 +84,13 @@ def _options(
 def main() -> None:
     """Run the command line; a mistake of the user ends in one sentence and exit code 2."""
     warnings.showwarning = _show_warning
+    sys.excepthook = _show_uncaught
     _end_when_interrupted_twice()
     answer_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is no reason to end
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app(prog_name="diffrate")
+        _run()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except DiffRateError as error:
@@ -110,6 +112,11 @@ def main() -> None:
             "this takes more memory than there is: try a smaller batch size, image size or model; in a training "
             "--accumulate runs the same batch in parts"
         )
+
+
+def _run() -> None:
+    """The command that was asked for, without the hook that calling `app` would set for what is uncaught."""
+    typer.main.get_command(app)(prog_name="diffrate")
 
 
 def _end_when_interrupted_twice() -> None:
@@ -138,6 +145,15 @@ def _silent(*_: Any) -> None:
 def _refuse(sentence: str) -> NoReturn:
     say(sentence)
     sys.exit(REFUSED)
+
+
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Of what nobody caught, all but a thread that hands images over to a process which is gone.
+
+    Processes that read images have such a thread, and tell of it on the way out, after the sentence.
+    """
+    if not isinstance(error, ConnectionError) or threading.current_thread() is threading.main_thread():
+        sys.__excepthook__(kind, error, trace)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
