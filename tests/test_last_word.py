@@ -14,6 +14,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,8 +105,8 @@ here: Process  # in the process itself
 def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     running: list[Process] = []
 
-    def started(body: Body, **options: object) -> Process:
-        running.append(Process(tmp_path, body, **options))  # type: ignore[arg-type]
+    def started(body: Body, **options: Any) -> Process:
+        running.append(Process(tmp_path, body, **options))
         return running[-1]
 
     yield started
@@ -189,7 +191,7 @@ def speak_slowly() -> None:
         time.sleep(1)
         os.write(2, f"{line[20:]}\n".encode())
 
-    last_word.typer.echo = echo  # type: ignore[assignment]
+    mock.patch.object(last_word.typer, "echo", echo).start()  # to the end of this process
     lose()
 
 

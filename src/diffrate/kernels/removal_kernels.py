@@ -267,28 +267,27 @@ def assemble_kernel(
                 mean = features.to(tl.float32) * share[:, None]
                 features = tl.dot(given, joiners, mean, input_precision="ieee").to(X.dtype.element_ty)
             tl.store(OUT + (b * keep + t[:, None]) * C + c[None, :], features, mask=inside)
-            if NORM or (JOINS and STRETCH):
+            if NORM or STRETCH:
                 wide = features.to(tl.float32)
                 added += tl.sum(wide, 1)
                 squared += tl.sum(wide * wide, 1)
-        if JOINS and STRETCH:
+        if STRETCH:
             stretch = stretch_to(longest, squared, grows)
         if NORM:
             center = added / C
             variance = tl.maximum(squared / C - center * center, 0.0) * stretch * stretch
             scale = tl.rsqrt(variance + eps)
             center = center * stretch
-        if NORM or (JOINS and STRETCH):
+        if NORM or STRETCH:
             tl.debug_barrier()  # what was stored is read again
             for c0 in range(0, C, BLOCK_C):
                 c = c0 + tl.arange(0, BLOCK_C)
                 inside = (t[:, None] < keep) & (c[None, :] < C)
                 where = (b * keep + t[:, None]) * C + c[None, :]
                 wide = tl.load(OUT + where, mask=inside, other=0.0).to(tl.float32)
-                if JOINS and STRETCH:
+                if STRETCH:
                     wide = wide * stretch[:, None]
-                    grown_ones = inside & grows[:, None]
-                    tl.store(OUT + where, wide.to(X.dtype.element_ty), mask=grown_ones)
+                    tl.store(OUT + where, wide.to(X.dtype.element_ty), mask=inside & grows[:, None])
                 if NORM:
                     apart = (wide - center[:, None]) * scale[:, None]
                     store_normed(NORMED + where, apart, WEIGHT, BIAS, c, C, inside)
