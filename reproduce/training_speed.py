@@ -1,9 +1,11 @@
 """How fast models train under published schedules, against the uncompressed model and the oracle slice of the same run.
 
 The paper: 1.4 and 1.8 times as fast for DeiT-S at 2.9 and 2.3 G. A step is forward, backward and AdamW in bf16 mixed
-precision, on random images that lie on the device. First the kernels' gradients are checked against the plain path's.
-Rows are timed in turns and saved after each case; a run that ends early keeps its rows. Eager at all batch sizes takes
-about a minute on an H200; what is left of `--minutes` goes to the compiled models.
+precision, on random images that lie on the device; five of them in a row are timed, as in a training, which does not
+wait for one step before it begins the next. First the kernels' gradients are checked against the plain path's. Rows are
+timed in turns and saved after each case; a run that ends early keeps its rows. Eager at all batch sizes takes about a
+minute on an H200; what is left of `--minutes` goes to the compiled models: `compiled-graph` is what `finetune` and
+`train` do with `--compile`.
 
     python reproduce/training_speed.py --json results/training_speed_h200.json --minutes 2.5
     python reproduce/training_speed.py --model vit_tiny_patch16_224 --budgets 0.8 --batch-sizes 2 --repeats 2   # a try
@@ -37,6 +39,7 @@ from diffrate.speed import Entrant, entrants
 
 PAPER = {"deit_small_patch16_224": {"2.9": 1.4, "2.3": 1.8}}
 WARM_UP = 3
+IN_A_ROW = 5  # steps of one sample
 COMPILERS = {"compiled": "default", "compiled-graph": "reduce-overhead"}  # mode: torch.compile's
 
 
@@ -115,16 +118,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             print("out of time: the rows so far are saved", flush=True)
             break
         try:
-            results["rows"] += measure(rows, optimizer, mode, size, arguments.repeats, deadline, turns)
+            measured, shown = measure(rows, optimizer, mode, size, arguments, deadline, turns)
+            results["rows"] += measured
+            if shown:
+                results.setdefault("profile", {})[f"{mode} {size}"] = shown
         except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
             if isinstance(error, RuntimeError) and not out_of_memory(error):
                 raise
             results.setdefault("failed", {})[f"{mode} {size}"] = first_line(error)
             print(f"{mode} batch {size}: {first_line(error)}", flush=True)
         save()
-        if arguments.profile and mode == "eager":
-            results.setdefault("profile", {})[str(size)] = profiled(rows, optimizer, size)
-            save()
     return results
 
 
@@ -133,11 +136,14 @@ def measure(
     optimizer: torch.optim.Optimizer,
     mode: str,
     size: int,
-    repeats: int,
+    arguments: argparse.Namespace,
     deadline: float,
     turns: Turns,
-) -> list[dict[str, Any]]:
-    """Milliseconds a step of every entrant, in turns; those that are not ready before the deadline are left out."""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Milliseconds a step of every entrant, in turns, and with --profile where they go.
+
+    Entrants that are not ready before the deadline are left out.
+    """
     device = next(rows[0].model.parameters()).device
     images, targets = batch(rows[0].model, size, device)
     trainees = [Trainee(row, "auto", mode, optimizer) for row in rows]
@@ -155,12 +161,16 @@ def measure(
             ready.append((trainee, most[0]))
         seconds: dict[int, list[float]] = {i: [] for i in range(len(ready))}
         with turns.turn():
-            for repeat in range(-1, repeats):  # once more for warmth: others may have been here in between
+            for repeat in range(
+                -1, arguments.repeats
+            ):  # once more for warmth: others may have been here in between
                 for i, (trainee, _) in enumerate(ready):
                     start = now(device)
-                    trainee.step(images, targets)
+                    for _ in range(IN_A_ROW):
+                        trainee.step(images, targets)
                     if repeat >= 0:
-                        seconds[i].append(now(device) - start)
+                        seconds[i].append((now(device) - start) / IN_A_ROW)
+            shown = {t.entrant.name: profiled(t, images, targets) for t, _ in ready if arguments.profile}
     medians = [statistics.median(each) for each in seconds.values()]
     by_name = {t.entrant.name: m for (t, _), m in zip(ready, medians, strict=True) if t.path == "auto"}
     whole = rows[0].name
@@ -181,7 +191,7 @@ def measure(
             f"images/s  {row['of_uncompressed']:.2f}x{share}",
             flush=True,
         )
-    return found
+    return found, shown
 
 
 def batch(model: nn.Module, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -226,29 +236,19 @@ def gradients(model: nn.Module, rows: list[Entrant]) -> dict[str, float]:
     return far
 
 
-def profiled(rows: list[Entrant], optimizer: torch.optim.Optimizer, size: int) -> dict[str, Any]:
-    """Milliseconds of a step in the kernels that take longest, for each entrant."""
-    device = next(rows[0].model.parameters()).device
-    images, targets = batch(rows[0].model, size, device)
-    watched = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        watched = [torch.profiler.ProfilerActivity.CUDA]
-    shown = {}
-    for row in rows:
-        trainee = Trainee(row, "auto", "eager", optimizer)
-        with torch.profiler.profile(activities=watched) as profiler:
-            trainee.step(images, targets)
-            now(device)
-        times = {
-            event.key[:100]: (
-                event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-            )
-            / 1000
-            for event in profiler.key_averages()
-        }
-        longest = sorted(times.items(), key=lambda item: -item[1])[:20]
-        shown[row.name] = {"total": sum(times.values()), "longest": dict(longest)}
-    return shown
+def profiled(trainee: Trainee, images: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Milliseconds of a step in the kernels that take longest."""
+    on_gpu = images.is_cuda
+    watched = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=watched) as profiler:
+        trainee.step(images, targets)
+        now(images.device)
+    times = {
+        event.key[:100]: (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
+        for event in profiler.key_averages()
+    }
+    longest = sorted(times.items(), key=lambda item: -item[1])[:30]
+    return {"total": sum(times.values()), "longest": dict(longest)}
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ def test_runs_with_training_are_compared_with_those_without(
     arguments = argparse.Namespace(
         data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=None, search_steps=1,
         images=512, test_images=50, workers=0, minutes=0.1, device="cpu", json=tmp_path / "rows.json",
-        methods="dynamicvit,evo-vit,evit", resume=False,
+        methods="dynamicvit,evo-vit,evit", resume=False, compile=False,
     )  # fmt: skip
     module.run(arguments)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]

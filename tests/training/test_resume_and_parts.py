@@ -134,6 +134,31 @@ def test_parts_of_a_batch_and_checkpointed_blocks_change_nothing(
     assert max((value - before[name]).abs().max() for name, value in whole.items()) > 1e-3  # it did learn
 
 
+def test_a_compiled_run_ends_in_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(tmp_path / "eager", drop_path=0.0)
+    modes = []
+
+    def compiled(model: nn.Module, mode: str | None) -> nn.Module:
+        modes.append(mode)
+        return compiles(model, backend="aot_eager")  # which needs no compiler of the machine's
+
+    compiles = torch.compile
+    monkeypatch.setattr(torch, "compile", compiled)
+    tune(
+        tmp_path / "compiled", replace(RECIPE, compile=True), drop_path=0.0, accelerator=Accelerator(cpu=True)
+    )
+    assert modes == [None]
+    check_close(last(tmp_path / "compiled"), last(tmp_path / "eager"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_as_graphs_end_in_the_same_weights(tmp_path: Path, accumulate: int) -> None:
+    tune(tmp_path / "eager", drop_path=0.0)
+    tune(tmp_path / "graphs", replace(RECIPE, compile=True, accumulate=accumulate), drop_path=0.0)
+    check_close(last(tmp_path / "graphs"), last(tmp_path / "eager"))
+
+
 def test_checkpointed_blocks_repeat_what_they_dropped(tmp_path: Path) -> None:
     tune(tmp_path / "whole", drop_path=0.5)
     tune(tmp_path / "again", replace(RECIPE, grad_checkpointing=True), drop_path=0.5)

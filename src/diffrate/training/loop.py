@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, release_memory, set_seed
 from safetensors.torch import load_file
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -194,10 +194,15 @@ class Run:
         if recipe.grad_checkpointing:
             _set_checkpointing(model, True)
         self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.running: Any = torch.compile(self.prepared) if recipe.compile else self.prepared
-        # Of several processes none can try a step again alone: they rehearse the first one.
+        # Steps as CUDA graphs, so that small ones do not wait for their kernels to be launched; what processes say to
+        # each other cannot be recorded.
+        self.graphs = recipe.compile and device.type == "cuda" and self.processes == 1
+        self.running: Any = self.prepared
+        if recipe.compile:
+            self.running = torch.compile(self.prepared, mode="reduce-overhead" if self.graphs else None)
+        # Of several processes none can try a step again alone, and no graph while it is recorded: they rehearse.
+        self.rehearses = not self.sharded and (self.processes > 1 or self.graphs)
         self.portions = Portions("the training", splits=self.processes == 1)
-        self.rehearsed = False
         self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps)
         self.now = Progress()
         if resume and (output / STATE).is_file():
@@ -268,7 +273,7 @@ class Run:
             images, labels = next(parts)
             self._seed(part)
             drawn.append(self.objective.mixed(images, labels))  # once: it happens in place
-        if self.processes > 1 and not self.sharded and not self.rehearsed:
+        if self.rehearses:
             self._rehearse(drawn)
         total = self.portions.fitted(lambda some: self._gradients(drawn, some), len(drawn[0][0]))
         if recipe.clip_grad:
@@ -288,6 +293,9 @@ class Run:
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         accelerator.step = 0
         self.prepared.zero_grad()
+        if self.graphs and len(drawn) * len(portions) > 1:
+            for parameter in self.prepared.parameters():  # a graph's own are overwritten when it runs again
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         for part, (images, labels) in enumerate(drawn):
             self._seed(self.process * recipe.accumulate + part)
             with accelerator.accumulate(self.prepared):
@@ -296,6 +304,8 @@ class Run:
                     share = (portion.stop - portion.start) / len(images)
                     # Processes add their gradients up in the backward pass of the last portion.
                     with nullcontext() if last else accelerator.no_sync(self.prepared):
+                        if self.graphs:
+                            torch.compiler.cudagraph_mark_step_begin()
                         with accelerator.autocast():  # for the teacher: what accelerate prepared has its own
                             loss = self.objective(self.running, images[portion], labels[portion])
                         accelerator.backward(loss if share == 1 else share * loss)
@@ -303,10 +313,10 @@ class Run:
         return total
 
     def _rehearse(self, drawn: list[Part]) -> None:
-        """Before the first step of several processes: find what each has memory for, and take the least.
+        """Before the first step: find what each process has memory for, and take the least.
 
-        Later, in the middle of adding up gradients, one of them could not try again alone. Uncompiled, which takes no
-        less memory and saves compiling what runs once.
+        Later, in the middle of adding up gradients or of recording a graph, none could try again alone. Uncompiled,
+        which takes no less memory and saves compiling what runs once.
         """
 
         def alone(portions: list[slice]) -> None:
@@ -325,7 +335,8 @@ class Run:
         fits = torch.tensor([self.portions.most or count], device=self.accelerator.device)
         least = int(self.accelerator.gather(fits).min())
         self.portions.most = None if least == count else least
-        self.portions.splits, self.rehearsed = False, True
+        self.portions.splits = self.rehearses = False
+        release_memory()
 
     def _seed(self, part: int) -> None:
         """All that is random in a part of a step by its number: each is mixed as the whole batch, but drops its own."""
