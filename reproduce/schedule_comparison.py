@@ -4,7 +4,7 @@ The paper's figure has no numbers: its schedules were "close to optimal" among 1
 a race on the validation images, by the mean negative log-likelihood, which is less noisy than accuracy:
 
 1. Images in a random order. All schedules see the first 64 (32 on a CPU); then the survivors as many again, and again,
-   until the images end. Hundreds of schedules run in one forward pass (many_schedules.py), in half precision on a GPU.
+   until the images end. On a GPU in half precision, from `--runners` processes (many_schedules.py).
 2. After each part a schedule is out when it is worse than the searched one by more than 3 standard errors of the paired
    difference, or when it is worse at all and not among the better half of those that entered. Out counts as worse.
 3. The rank is the share of the 10,000 that ended with a lower mean than the searched schedule. Beside it stands how
@@ -15,14 +15,13 @@ Random schedules: shares drawn evenly, sorted over the blocks, raised to the pow
 of a class-token model gives up its tokens, as in the search. Beside them, the schedules of ToMe (constant number),
 EViT (stepwise), constant rates and the paper, under the same operator.
 
-Cost: 10,000 short forward passes and a little more: minutes on a GPU, hours on a CPU (`--random 200`).
+Cost: 10,000 short forward passes and a little more: a minute or two on a GPU, hours on a CPU (`--random 200`).
 
     python reproduce/schedule_comparison.py --random 200 --json results/schedule_comparison_embedded.json
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import time
@@ -32,8 +31,7 @@ from pathlib import Path
 
 import setting as shared
 import torch
-import torch.nn.functional as F
-from many_schedules import fits, many_nll
+from many_schedules import EACH, ManySchedules
 from setting import OutOfTimeError, Setting, Table
 from torch import Tensor, nn
 
@@ -46,13 +44,12 @@ from diffrate.methods.schedules import (
     random_schedules,
     stepwise,
 )
-from diffrate.outputs import main_output
 
 FIRST = {"cpu": 32, "cuda": 64}  # images that every schedule sees
-ROWS = {"cpu": 256, "cuda": 2048}  # images x schedules of one forward pass
 SURELY = 3.0  # standard errors
 HALVES = True  # whether only the better half goes on
 RANDOM = 10_000
+RUNNERS = 12  # processes, on a GPU
 PAPER = "a figure without numbers: close to optimal among 10,000 random schedules, for three operators and all FLOPs"
 
 
@@ -77,24 +74,36 @@ def race(
     images: Tensor,
     labels: Tensor,
     check_time: Callable[[], None] = lambda: None,
+    runners: int = 0,
 ) -> Race:
     """Race schedules against a reference on images in the order given."""
+    with ManySchedules(model, images, labels, runners) as many:
+        return _race(many, reference, schedules, len(images), FIRST[images.device.type], check_time)
+
+
+def _race(
+    many: ManySchedules,
+    reference: diffrate.Schedule,
+    schedules: Sequence[diffrate.Schedule],
+    images: int,
+    first: int,
+    check_time: Callable[[], None],
+) -> Race:
     sums = torch.zeros(len(schedules), 2, dtype=torch.float64)  # of the differences and their squares
     left, missed, entered, seen = list(range(len(schedules))), 0.0, [], []
-    start, length, complete = 0, FIRST[images.device.type], True
-    if images.is_cuda:
-        model, images = copy.deepcopy(model).half(), images.half()
-    while start < len(images) and left:
-        part = slice(start, min(start + length, len(images)))
+    start, length, complete = 0, first, True
+    while start < images and left:
+        part = slice(start, min(start + length, images))
         try:
-            own = losses(model, [reference], images[part], labels[part])
+            own = many.losses([reference], part)
             added = torch.zeros_like(sums)
-            for some in batches(left, schedules, part.stop - part.start, images.device):
+            at_once = EACH * max(many.workers, 1) * 2  # between two looks at the clock
+            for some in (left[i : i + at_once] for i in range(0, len(left), at_once)):
                 check_time()
-                theirs = losses(model, [schedules[i] for i in some], images[part], labels[part]) - own
+                theirs = many.losses([schedules[i] for i in some], part) - own
                 if not theirs.isfinite().all():
                     raise FloatingPointError("a schedule has no loss: who is ahead cannot be said")
-                added[some] = torch.stack([theirs.sum(dim=1), theirs.square().sum(dim=1)], dim=1).cpu()
+                added[some] = torch.stack([theirs.sum(dim=1), theirs.square().sum(dim=1)], dim=1)
         except OutOfTimeError:
             if not seen:
                 raise
@@ -104,7 +113,7 @@ def race(
         entered.append(len(left))
         start = length = part.stop
         seen.append(start)
-        if start < len(images):
+        if start < images:
             left, lost = survivors(left, sums, start)
             missed += lost
     means = {i: float(sums[i, 0]) / start for i in left}
@@ -126,40 +135,12 @@ def survivors(left: Sequence[int], sums: Tensor, images: int) -> tuple[list[int]
     return going, float(chance[~stays].sum())
 
 
-def batches(
-    left: Sequence[int], schedules: Sequence[diffrate.Schedule], images: int, device: torch.device
-) -> list[list[int]]:
-    """Schedules of similar counts together: a forward pass of many is as long as its longest in every block."""
-
-    def likeness(i: int) -> tuple[int, int]:
-        kept = schedules[i].merge
-        return kept[len(kept) // 4] // 8, kept[len(kept) // 2]
-
-    each, ordered = max(1, ROWS[device.type] // images), sorted(left, key=likeness)
-    return [ordered[at : at + each] for at in range(0, len(ordered), each)]
-
-
-def losses(model: nn.Module, schedules: list[diffrate.Schedule], images: Tensor, labels: Tensor) -> Tensor:
-    """(S, B) negative log-likelihoods: all schedules in one pass where many_schedules.py knows them, else in turns."""
-    together = images.is_cuda and fits(model, schedules)  # a CPU waits for arithmetic alone
-    parts = []
-    for some, their in zip(images.split(512), labels.split(512), strict=True):
-        if together:
-            parts.append(many_nll(model, schedules, some, their).double())
-        else:
-            parts.append(torch.stack([nll(model, schedule, some, their) for schedule in schedules]))
-    return torch.cat(parts, dim=1)
-
-
-@torch.inference_mode()
-def nll(model: nn.Module, schedule: diffrate.Schedule, images: Tensor, labels: Tensor) -> Tensor:
-    """(B,) negative log-likelihoods under one schedule."""
-    logits = main_output(diffrate.compress(model, schedule)(images))
-    return F.cross_entropy(logits.float(), labels, reduction="none").double()
-
-
-def run(setting: Setting, count: int = RANDOM, given: diffrate.Schedule | None = None) -> None:
+def run(
+    setting: Setting, count: int = RANDOM, given: diffrate.Schedule | None = None, runners: int | None = None
+) -> None:
     """The race at the tightest budget; of a schedule that is `given`, or else searched for here."""
+    if runners is None:
+        runners = RUNNERS if setting.device.type == "cuda" else 0
     table = Table(setting, "schedule_comparison", f"Schedule comparison, {count:,} random ones", PAPER)
     images, labels = (torch.cat(parts) for parts in zip(*setting.val, strict=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(images.device)
@@ -179,7 +160,7 @@ def run(setting: Setting, count: int = RANDOM, given: diffrate.Schedule | None =
     drawn = random_schedules(setting.model, cost, range(count), found.operator, last_is_free=True)
     began = time.monotonic()
     try:
-        result = race(setting.model, found, drawn, images[order], labels[order], setting.check_time)
+        result = race(setting.model, found, drawn, images[order], labels[order], setting.check_time, runners)
     except OutOfTimeError:
         table.add("the race", budget=budget, left_out="out of time")
         raise
@@ -192,6 +173,7 @@ def run(setting: Setting, count: int = RANDOM, given: diffrate.Schedule | None =
         may_be_better_too=result.missed,
         complete=result.complete,
         seconds=time.monotonic() - began,
+        runners=runners,
         entered=result.entered,
         images=result.images,
     )
@@ -205,10 +187,11 @@ def main() -> None:
     flags.add_argument(
         "--schedule", type=Path, help="the file of a search that was run before, for its budget"
     )
+    flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()
     given = None if arguments.schedule is None else diffrate.Schedule.load(arguments.schedule)
     try:
-        run(shared.setting(arguments), arguments.random, given)
+        run(shared.setting(arguments), arguments.random, given, arguments.runners)
     except OutOfTimeError:
         print("out of time: the rows so far are saved")
     except DiffRateError as error:
