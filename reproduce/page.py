@@ -19,8 +19,7 @@ Written by `python reproduce/page.py` from the files in [results/](../results/);
 Methods run with untouched weights, but where training is said, at equal MACs on the same images \
 (`diffrate compare`, `diffrate methods`). \
 Differences are in points of top-1 and in mean negative log-likelihood, paired, with 95 % intervals from drawing \
-images anew; p is McNemar's. Rows called search, and its own in schedule transfer, are of commits before merges kept \
-norms, which the searches in search.md show. How the search works and what was tried: [search.md](search.md).
+images anew; p is McNemar's. How the search works and what was tried: [search.md](search.md).
 """
 # What the paper has, the file here, and where its results lie: a table in reproduce_*.json, or files by their names.
 EXPERIMENTS = (
