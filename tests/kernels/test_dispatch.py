@@ -133,7 +133,10 @@ def test_what_the_kernels_do_not_do_runs_plainly(model, images, calls):
     assert not calls
 
 
-@pytest.mark.parametrize("changes", [{}, {"mean": "size"}, SEARCHED, {**SEARCHED, "keep_norm": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mean": "size"}, SEARCHED, {**SEARCHED, "keep_norm": True}, {**SEARCHED, "memory": 0.5}],
+)
 def test_gradients_are_those_of_the_plain_path(model, images, calls, changes):
     fast = diffrate.compress(model, Schedule([17, 15, 11, 6], [17, 12, 9, 3]), **changes)
     found = {}

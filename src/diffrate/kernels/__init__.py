@@ -73,7 +73,6 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and tokens.count <= MOST_TOKENS
         and operator.importance == "class-attention"
         and operator.operation != "merge-prune"
-        and not (operator.memory and _learns(x))
         and not (operator.pruned_mass or operator.size_aware)
         # Of all pairs of tokens, products of fp32 are torch's: the kernel has no tensor cores for them.
         and (
@@ -214,10 +213,10 @@ def reduce_tokens(
     if _learns(x):
         norm = None
         if torch.compiler.is_compiling():
-            x, size, log_size, *_ = torch.ops.diffrate.reduce_mapped(*given)
-            size, log_size = size.detach(), log_size.detach()
+            x, size, log_size, importance, *_ = torch.ops.diffrate.reduce_mapped(*given)
+            size, log_size, importance = size.detach(), log_size.detach(), importance.detach()
         else:
-            x, size, log_size = Reduction.apply(*given)
+            x, size, log_size, importance = Reduction.apply(*given)
     else:
         affine = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         x, size, log_size, normed, importance = _ops().reduce(*given, *affine)
@@ -235,12 +234,12 @@ class Reduction(torch.autograd.Function):
     """ops.reduce_mapped with its gradient, at less cost a call than as an operator of torch."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, size, log_size, destination, share = ops.reduce_mapped(*given)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, size, log_size, importance, destination, share = ops.reduce_mapped(*given)
         ctx.save_for_backward(destination, share)
-        ctx.mark_non_differentiable(size, log_size)
+        ctx.mark_non_differentiable(size, log_size, importance)
         ctx.others = len(given) - 1
-        return x, size, log_size
+        return x, size, log_size, importance
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -104,12 +104,12 @@ def reduce(x: Tensor, *given: Any) -> Kept:
 
 
 @on_its_device
-def reduce_mapped(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, sizes and their logarithms; (B, N) where each token went, and by what share: 0 for what was pruned."""
+def reduce_mapped(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, sizes, their logarithms and importance; (B, N) where each token went, and by what share: 0 for none."""
     removal, affine = _split(given)
     kept, places = _kept(x, removal, None), _map(x)
     _reduce(x, removal, kept, affine, places)
-    return *kept[:3], *places
+    return _without_norm(kept, places)
 
 
 def _split(given: tuple[Any, ...]) -> tuple[Removal, Affine]:
@@ -122,8 +122,14 @@ def _reduce_outputs(x: Tensor, *given: Any) -> Kept:
     return _kept(x, removal, affine.weight)
 
 
-def _reduce_mapped_outputs(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return *_kept(x, _split(given)[0], None)[:3], *_map(x)
+def _reduce_mapped_outputs(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _without_norm(_kept(x, _split(given)[0], None), _map(x))
+
+
+def _without_norm(
+    kept: Kept, places: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return *kept[:3], kept[4], *places
 
 
 def _reduce(
@@ -206,7 +212,7 @@ def _spread_output(gradient: Tensor, destination: Tensor, share: Tensor) -> Tens
 
 
 def _remember_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(output[3], output[4])
+    ctx.save_for_backward(*output[-2:])
 
 
 def _spread_back(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -284,7 +290,7 @@ register(
 )
 register(
     "reduce_mapped(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep, str mean,"
-    " bool by_cost, float floor, bool keep_norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool by_cost, float floor, bool keep_norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reduce_mapped,
     _reduce_mapped_outputs,
 )
