@@ -1,8 +1,8 @@
 """Losses of a model under many schedules: processes that share a GPU.
 
 A small model under one schedule is a few hundred short kernels: a process spends its time launching them, and the GPU
-waits. So a dozen of them each have the model and the images, and take turns at the schedules. Under CUDA's
-multi-process service their kernels also run side by side.
+waits. So a dozen of them each have the model and a copy of all images, and take turns at the schedules. Under
+CUDA's multi-process service their kernels also run side by side.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import diffrate
 from diffrate.outputs import main_output
 
 EACH = 64  # schedules that a process takes at a time
+AT_ONCE = 512  # images of one forward pass
 
 _mine: tuple[nn.Module, Tensor, Tensor]  # in a process: model, images and labels
 
@@ -80,6 +81,7 @@ def _losses(
     model, images, labels = given
     rows = []
     for schedule in schedules:
-        logits = main_output(diffrate.compress(model, schedule)(images[part]))
+        compressed = diffrate.compress(model, schedule)
+        logits = torch.cat([main_output(compressed(some)) for some in images[part].split(AT_ONCE)])
         rows.append(F.cross_entropy(logits.float(), labels[part], reduction="none"))
     return torch.stack(rows).double().cpu().numpy()

@@ -5,7 +5,7 @@ precision, on random images that lie on the device; five of them in a row are ti
 wait for one step before it begins the next. First the kernels' gradients are checked against the plain path's. Rows are
 timed in turns and saved after each case; a run that ends early keeps its rows. Eager at all batch sizes takes about a
 minute on an H200; what is left of `--minutes` goes to the compiled models: `compiled-graph` is what `finetune` and
-`train` do with `--compile`.
+`train` do with `--compile` on one GPU.
 
     python reproduce/training_speed.py --json results/training_speed_h200.json --minutes 2.5
     python reproduce/training_speed.py --model vit_tiny_patch16_224 --budgets 0.8 --batch-sizes 2 --repeats 2   # a try
@@ -161,16 +161,19 @@ def measure(
             ready.append((trainee, most[0]))
         seconds: dict[int, list[float]] = {i: [] for i in range(len(ready))}
         with turns.turn():
-            for repeat in range(
-                -1, arguments.repeats
-            ):  # once more for warmth: others may have been here in between
+            # Once more for warmth: others may have been here in between.
+            for repeat in range(-1, arguments.repeats):
                 for i, (trainee, _) in enumerate(ready):
                     start = now(device)
                     for _ in range(IN_A_ROW):
                         trainee.step(images, targets)
                     if repeat >= 0:
                         seconds[i].append((now(device) - start) / IN_A_ROW)
-            shown = {t.entrant.name: profiled(t, images, targets) for t, _ in ready if arguments.profile}
+            shown = {
+                t.entrant.name: profiled(t, images, targets)
+                for t, _ in ready
+                if arguments.profile and t.path == "auto"
+            }
     medians = [statistics.median(each) for each in seconds.values()]
     by_name = {t.entrant.name: m for (t, _), m in zip(ready, medians, strict=True) if t.path == "auto"}
     whole = rows[0].name

@@ -12,8 +12,8 @@ took says how many epochs of training from scratch fit into `--minutes`, and eve
 `--epochs` all runs begin at once. Each has its cosine over all of its epochs. Rows are saved as runs end; `--resume`
 goes on with those that went to their end, under the same schedules. On one GPU:
 
-    python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 13 --epochs 50 --compile \\
-        --minutes 8 --json results/with_training_fashion_h200.json
+    python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 13 --epochs 30 \\
+        --minutes 10 --json results/with_training.json
 
 A try on a CPU: --images 256 --test-images 100 --tune-epochs 1 --epochs 1 --seeds 1 --workers 1 --search-steps 2
 
@@ -172,7 +172,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     def job(kind: str, budget: str, seed: int, recipe: Recipe, method: str | None = None) -> Job:
         schedule = schedules[budget].to_dict() if budget in schedules and method is None else None
         gmacs = diffrate.gmacs(model, schedules.get(budget))
-        recipe = replace(recipe, precision=precision, compile=arguments.compile and method is None)
+        recipe = replace(recipe, compile=recipe.compile and method is None)
         sizes = (arguments.images, arguments.test_images)
         return Job(
             kind, budget, method, gmacs, schedule, seed, recipe, str(arguments.data_dir), *sizes, str(device),
@@ -192,7 +192,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             if arguments.json is not None:
                 write_results(arguments.json, shlex.join(["python", *sys.argv]), results, device)
 
-    tune = replace(TUNE, epochs=arguments.tune_epochs, lr=arguments.tune_lr)
+    here = {"precision": precision, "compile": arguments.compile}
+    tune = replace(TUNE, epochs=arguments.tune_epochs, lr=arguments.tune_lr, **here)
     seeds = range(arguments.seeds)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(arguments.workers, context) if arguments.workers else None
@@ -203,6 +204,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             epochs=epochs,
             warmup_epochs=min(EMBEDDED.warmup_epochs, epochs // 5),
             batch_size=min(EMBEDDED.batch_size, arguments.images or EMBEDDED.batch_size),
+            **here,
         )
         results["recipes"] = {TUNED: asdict(tune), SCRATCH: asdict(recipe)}
         return [job(SCRATCH, budget, s, recipe) for s in seeds for budget in schedules]
@@ -294,7 +296,9 @@ def main() -> None:
     flags.add_argument(
         "--epochs", type=int, help="of training from scratch, 0: none; what fits into the time without it"
     )
-    flags.add_argument("--compile", action="store_true", help="runs as CUDA graphs, but for other methods'")
+    flags.add_argument(
+        "--compile", action="store_true", help="compile the runs, except those of other methods"
+    )
     flags.add_argument("--search-steps", type=int, help="steps of the search")
     flags.add_argument("--images", type=int, help="training images; all without it")
     flags.add_argument("--test-images", type=int, help="test images; all without it")

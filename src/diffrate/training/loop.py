@@ -194,14 +194,13 @@ class Run:
         if recipe.grad_checkpointing:
             _set_checkpointing(model, True)
         self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
-        # Steps as CUDA graphs, so that small ones do not wait for their kernels to be launched; what processes say to
-        # each other cannot be recorded.
-        self.graphs = recipe.compile and device.type == "cuda" and self.processes == 1
+        # Small steps wait for their kernels to be launched, but not as a graph.
+        self.graphs = recipe.compile and _can_be_graphs(device, self.processes, self.sharded)
         self.running: Any = self.prepared
         if recipe.compile:
             self.running = torch.compile(self.prepared, mode="reduce-overhead" if self.graphs else None)
-        # Of several processes none can try a step again alone, and no graph while it is recorded: they rehearse.
-        self.rehearses = not self.sharded and (self.processes > 1 or self.graphs)
+        # Of several processes none can try a step again alone: they rehearse the first one.
+        self.rehearses = self.processes > 1 and not self.sharded
         self.portions = Portions("the training", splits=self.processes == 1)
         self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps)
         self.now = Progress()
@@ -293,9 +292,8 @@ class Run:
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         accelerator.step = 0
         self.prepared.zero_grad()
-        if self.graphs and len(drawn) * len(portions) > 1:
-            for parameter in self.prepared.parameters():  # a graph's own are overwritten when it runs again
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        if self.graphs and len(portions) > 1:
+            self._give_up_graphs()
         for part, (images, labels) in enumerate(drawn):
             self._seed(self.process * recipe.accumulate + part)
             with accelerator.accumulate(self.prepared):
@@ -310,13 +308,24 @@ class Run:
                             loss = self.objective(self.running, images[portion], labels[portion])
                         accelerator.backward(loss if share == 1 else share * loss)
                     total += share * loss.detach() / recipe.accumulate
+            if self.graphs and part == 0 and len(drawn) > 1:
+                for (
+                    parameter
+                ) in self.prepared.parameters():  # the graph's own are overwritten when it runs again
+                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         return total
 
-    def _rehearse(self, drawn: list[Part]) -> None:
-        """Before the first step: find what each process has memory for, and take the least.
+    def _give_up_graphs(self) -> None:
+        """Run uncompiled from now on: memory ran out, and graphs hold all that their steps need at any time."""
+        self.graphs, self.running = False, self.prepared
+        torch._dynamo.reset()
+        release_memory()
 
-        Later, in the middle of adding up gradients or of recording a graph, none could try again alone. Uncompiled,
-        which takes no less memory and saves compiling what runs once.
+    def _rehearse(self, drawn: list[Part]) -> None:
+        """Before the first step of several processes: find what each has memory for, and take the least.
+
+        Later, in the middle of adding up gradients, one of them could not try again alone. Uncompiled, which takes no
+        less memory and saves compiling what runs once.
         """
 
         def alone(portions: list[slice]) -> None:
@@ -336,7 +345,6 @@ class Run:
         least = int(self.accelerator.gather(fits).min())
         self.portions.most = None if least == count else least
         self.portions.splits = self.rehearses = False
-        release_memory()
 
     def _seed(self, part: int) -> None:
         """All that is random in a part of a step by its number: each is mixed as the whole batch, but drops its own."""
@@ -387,6 +395,11 @@ class Run:
         pace = min(epoch["seconds"] for epoch in self.now.history)
         late = float(time.monotonic() - self.begin + pace > 60 * max_minutes)
         return not self.accelerator.reduce(torch.tensor(late, device=self.accelerator.device), "sum").item()
+
+
+def _can_be_graphs(device: torch.device, processes: int, sharded: bool) -> bool:
+    """Whether steps can be CUDA graphs: what processes say to each other cannot be recorded."""
+    return device.type == "cuda" and processes == 1 and not sharded
 
 
 def _objective(model: nn.Module) -> type[Objective]:
