@@ -1,4 +1,4 @@
-"""Losses of a model under many schedules: processes that share a GPU.
+"""What many schedules cost a model, image by image: processes that share a GPU.
 
 A small model under one schedule is a few hundred short kernels: a process spends its time launching them, and the GPU
 waits. So a dozen of them each have the model and a copy of all images, and take turns at the schedules. Under
@@ -22,15 +22,17 @@ from torch import Tensor, nn
 
 import diffrate
 from diffrate.outputs import main_output
+from diffrate.searching.subject import kl
 
 EACH = 64  # schedules that a process takes at a time
 AT_ONCE = 512  # images of one forward pass
 
-_mine: tuple[nn.Module, Tensor, Tensor]  # in a process: model, images and labels
+Given = tuple[nn.Module, Tensor, Tensor, Tensor]  # model, images, labels, and what the whole model answers
+_mine: Given  # of a process
 
 
 class ManySchedules:
-    """A model on images, whose losses under schedules come from `workers` processes; without any, from this one.
+    """A model on images, tried under schedules in `workers` processes; without any, in this one.
 
     On a GPU in half precision.
     """
@@ -38,8 +40,10 @@ class ManySchedules:
     def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, workers: int = 0) -> None:
         if images.is_cuda:
             model, images = copy.deepcopy(model).half(), images.half()
-        self.given = model, images, labels
-        self.workers = workers
+        with torch.inference_mode():
+            answers = _answers(model, images)
+        self.given: Given = model, images, labels, answers
+        self.images, self.device, self.workers = len(images), images.device, workers
         self.resources = ExitStack()
         self.pool: ProcessPoolExecutor | None = None
 
@@ -55,12 +59,12 @@ class ManySchedules:
     def __exit__(self, *_: object) -> None:
         self.resources.close()
 
-    def losses(self, schedules: Sequence[diffrate.Schedule], part: slice) -> Tensor:
-        """(S, B) negative log-likelihoods of a part of the images."""
+    def each(self, schedules: Sequence[diffrate.Schedule], part: slice, by: str) -> Tensor:
+        """(S, B) of a part of the images: the negative log-likelihood, or the divergence from the whole model."""
         if self.pool is None:
-            return torch.from_numpy(_losses(self.given, schedules, part))
+            return torch.from_numpy(_each(self.given, schedules, part, by))
         some = [schedules[i : i + EACH] for i in range(0, len(schedules), EACH)]
-        rows = self.pool.map(_my_losses, some, [part] * len(some))
+        rows = self.pool.map(_my_each, some, [part] * len(some), [by] * len(some))
         return torch.from_numpy(np.concatenate(list(rows)))
 
 
@@ -70,18 +74,22 @@ def _begin(file: Path) -> None:
     _mine = torch.load(file, weights_only=False)
 
 
-def _my_losses(schedules: Sequence[diffrate.Schedule], part: slice) -> np.ndarray:
-    return _losses(_mine, schedules, part)
+def _my_each(schedules: Sequence[diffrate.Schedule], part: slice, by: str) -> np.ndarray:
+    return _each(_mine, schedules, part, by)
 
 
 @torch.inference_mode()
-def _losses(
-    given: tuple[nn.Module, Tensor, Tensor], schedules: Sequence[diffrate.Schedule], part: slice
-) -> np.ndarray:
-    model, images, labels = given
+def _each(given: Given, schedules: Sequence[diffrate.Schedule], part: slice, by: str) -> np.ndarray:
+    model, images, labels, whole = given
     rows = []
     for schedule in schedules:
-        compressed = diffrate.compress(model, schedule)
-        logits = torch.cat([main_output(compressed(some)) for some in images[part].split(AT_ONCE)])
-        rows.append(F.cross_entropy(logits.float(), labels[part], reduction="none"))
+        answers = _answers(diffrate.compress(model, schedule), images[part])
+        if by == "divergence":
+            rows.append(kl(whole[part], answers))
+        else:
+            rows.append(F.cross_entropy(answers, labels[part], reduction="none"))
     return torch.stack(rows).double().cpu().numpy()
+
+
+def _answers(model: nn.Module, images: Tensor) -> Tensor:
+    return torch.cat([main_output(model(some)).float() for some in images.split(AT_ONCE)])

@@ -98,37 +98,40 @@ def test_no_row_is_measured_after_the_deadline(load, small) -> None:
         load("sorting_metric").run(small)
 
 
-def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["loss", "divergence"])
+def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     module: ModuleType = load("schedule_comparison")
     model = random_vit(depth=6)
     images, labels = torch.randn(40, 3, 32, 32), torch.randint(7, (40,))
-    whole = diffrate.gmacs(model)
-    schedules = random_schedules(model, 0.7 * whole, range(10)) + random_schedules(
-        model, 0.3 * whole, range(5)
-    )
-    reference = random_schedules(model, 0.8 * whole, [99])[0]
+    cost = diffrate.gmacs(model)
+    schedules = random_schedules(model, 0.7 * cost, range(10)) + random_schedules(model, 0.3 * cost, range(5))
+    reference = random_schedules(model, 0.8 * cost, [99])[0]
+    many = load("many_schedules").ManySchedules(model, images, labels)
 
     def loss(schedule: diffrate.Schedule) -> float:
         with torch.no_grad():
-            return F.cross_entropy(diffrate.compress(model, schedule)(images), labels).item()
+            answers, whole = diffrate.compress(model, schedule)(images), model(images)
+        if by == "loss":
+            return F.cross_entropy(answers, labels).item()
+        return F.kl_div(answers.log_softmax(-1), whole.softmax(-1), reduction="batchmean").item()
 
     losses = [loss(schedule) for schedule in schedules]
     monkeypatch.setattr(module, "FIRST", {"cpu": 8})
     monkeypatch.setattr(module, "SURELY", float("inf"))  # nobody is out early
     monkeypatch.setattr(module, "HALVES", False)
-    full = module.race(model, reference, schedules, images, labels)
+    full = module.race(many, reference, schedules, by)
     assert full.entered == [15, 15, 15, 15]
     assert full.images == [8, 16, 32, 40]
     assert full.better == sum(value < loss(reference) for value in losses)
     assert full.best == losses.index(min(losses))
     assert full.best_rise == pytest.approx(min(losses) - loss(reference), abs=1e-5)
     monkeypatch.setattr(module, "SURELY", 1.0)
-    short = module.race(model, reference, schedules, images, labels)
+    short = module.race(many, reference, schedules, by)
     assert short.entered[-1] < 15
     assert short.better <= full.better <= short.better + short.missed + 1
     monkeypatch.setattr(module, "SURELY", float("inf"))
     monkeypatch.setattr(module, "HALVES", True)
-    halved = module.race(model, reference, schedules, images, labels)
+    halved = module.race(many, reference, schedules, by)
     assert halved.entered[:2] == [15, 8]
     assert full.better <= halved.better + halved.missed + 1
 
@@ -155,7 +158,7 @@ def test_processes_have_the_losses_of_each_schedule_alone(load, monkeypatch: pyt
         model, 0.5 * diffrate.gmacs(model), range(5), fast.OPERATOR, last_is_free=True
     )
     with module.ManySchedules(model, images, labels, workers=2) as many:
-        found = many.losses(schedules, slice(1, 3))
+        found = many.each(schedules, slice(1, 3), "loss")
     with torch.no_grad():
         logits = [diffrate.compress(model, schedule)(images[1:3]) for schedule in schedules]
     alone = torch.stack([F.cross_entropy(each, labels[1:3], reduction="none") for each in logits])
