@@ -1,7 +1,6 @@
 """A run that was interrupted, shared out or checkpointed ends in the weights of an undisturbed one."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 from timm.data import Mixup
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils.data import TensorDataset
 
 import diffrate
@@ -135,73 +132,6 @@ def test_parts_of_a_batch_and_checkpointed_blocks_change_nothing(
     before = vit(0.0).state_dict()
     check_close(parts, whole)
     assert max((value - before[name]).abs().max() for name, value in whole.items()) > 1e-3  # it did learn
-
-
-@pytest.fixture
-def modes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
-    """Those that models are compiled in, here by a backend that needs no compiler of the machine's; on the CPU."""
-    found, compiles = [], torch.compile
-
-    def compiled(model: nn.Module, mode: str | None) -> nn.Module:
-        found.append(mode)
-        return compiles(model, backend="aot_eager")
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    AcceleratorState._reset_state(True)
-    yield found
-    AcceleratorState._reset_state(True)
-
-
-@pytest.mark.parametrize(("graphs", "accumulate"), [(False, 1), (True, 1), (True, 2)])
-def test_a_compiled_run_ends_in_the_same_weights(
-    tmp_path: Path, modes: list[str | None], monkeypatch: pytest.MonkeyPatch, graphs: bool, accumulate: int
-) -> None:
-    on_cpu = Accelerator(cpu=True)
-    tune(tmp_path / "eager", drop_path=0.0, accelerator=on_cpu)
-    assert not training_loop._can_be_graphs(on_cpu.device, 1, False)
-    monkeypatch.setattr(training_loop, "_can_be_graphs", lambda *_: graphs)
-    recipe = replace(RECIPE, compile=True, accumulate=accumulate)
-    tune(tmp_path / "compiled", recipe, drop_path=0.0, accelerator=on_cpu)
-    assert modes == ["reduce-overhead" if graphs else None]
-    check_close(last(tmp_path / "compiled"), last(tmp_path / "eager"))
-
-
-def test_graphs_are_given_up_where_memory_runs_out(
-    tmp_path: Path, modes: list[str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_cpu, seen = Accelerator(cpu=True), []
-    tune(tmp_path / "eager", drop_path=0.0, accelerator=on_cpu)
-
-    class Short(Objective):
-        def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-            seen.append((len(images), isinstance(model, OptimizedModule)))
-            if len(images) > 4:
-                raise torch.OutOfMemoryError
-            return super().__call__(model, images, labels)
-
-    monkeypatch.setattr(training_loop, "Objective", Short)
-    monkeypatch.setattr(training_loop, "_can_be_graphs", lambda *_: True)
-    with pytest.warns(RuntimeWarning, match="goes on with 4 at a time"):
-        tune(tmp_path / "short", replace(RECIPE, compile=True), drop_path=0.0, accelerator=on_cpu)
-    assert seen[:3] == [(8, True), (4, False), (4, False)]
-    assert set(seen[3:]) == {(4, False)}
-    check_close(last(tmp_path / "short"), last(tmp_path / "eager"))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_as_graphs_end_in_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
-) -> None:
-    modes, compiles = [], torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda model, mode: modes.append(mode) or compiles(model, mode=mode)
-    )
-    AcceleratorState._reset_state(True)
-    tune(tmp_path / "eager", drop_path=0.0)
-    tune(tmp_path / "graphs", replace(RECIPE, compile=True, accumulate=accumulate), drop_path=0.0)
-    assert modes == ["reduce-overhead"]
-    check_close(last(tmp_path / "graphs"), last(tmp_path / "eager"))
 
 
 def test_checkpointed_blocks_repeat_what_they_dropped(tmp_path: Path) -> None:

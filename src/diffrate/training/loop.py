@@ -12,14 +12,13 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, release_memory, set_seed
+from accelerate.utils import DistributedType, set_seed
 from safetensors.torch import load_file
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -28,11 +27,10 @@ from torch.utils.data import Dataset
 from diffrate.compressed import CompressedModel, compress
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import evaluate
-from diffrate.portions import Portions
 from diffrate.processes import together
 from diffrate.run_folder import RunFolder
 from diffrate.schedule import Schedule
-from diffrate.training.batches import Part, training_batches, validation_batches
+from diffrate.training.batches import training_batches, validation_batches
 from diffrate.training.checkpoint import (
     Progress,
     gather_state,
@@ -42,6 +40,7 @@ from diffrate.training.checkpoint import (
     whole_state,
     write_tensors,
 )
+from diffrate.training.gradients import Gradients
 from diffrate.training.objective import Objective
 from diffrate.training.optimizer import build_optimizer
 from diffrate.training.recipe import FINETUNE, Recipe
@@ -194,14 +193,7 @@ class Run:
         if recipe.grad_checkpointing:
             _set_checkpointing(model, True)
         self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
-        # Small steps wait for their kernels to be launched, but not as a graph.
-        self.graphs = recipe.compile and _can_be_graphs(device, self.processes, self.sharded)
-        self.running: Any = self.prepared
-        if recipe.compile:
-            self.running = torch.compile(self.prepared, mode="reduce-overhead" if self.graphs else None)
-        # Of several processes none can try a step again alone: they rehearse the first one.
-        self.rehearses = self.processes > 1 and not self.sharded
-        self.portions = Portions("the training", splits=self.processes == 1)
+        self.gradients = Gradients(self.prepared, self.objective, recipe, self.accelerator)
         self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps)
         self.now = Progress()
         if resume and (output / STATE).is_file():
@@ -235,7 +227,7 @@ class Run:
         device = self.accelerator.device
         epoch, first = now.step // self.steps + 1, now.step
         total = torch.tensor(now.loss, dtype=torch.float64, device=device)
-        self.running.train()
+        self.prepared.train()
         while now.step < epoch * self.steps:
             total += self._step(parts)  # read once an epoch: the device never waits for the host
             if now.step % LOG_STEPS == 0 and self.accelerator.trackers:
@@ -272,9 +264,7 @@ class Run:
             images, labels = next(parts)
             self._seed(part)
             drawn.append(self.objective.mixed(images, labels))  # once: it happens in place
-        if self.rehearses:
-            self._rehearse(drawn)
-        total = self.portions.fitted(lambda some: self._gradients(drawn, some), len(drawn[0][0]))
+        total = self.gradients.add(drawn, self._seed)
         if recipe.clip_grad:
             accelerator.clip_grad_norm_(self.prepared.parameters(), recipe.clip_grad)
         self.optimizer.step()
@@ -285,66 +275,6 @@ class Run:
             self.ema.update(self.model, now.step)
         self.bar.advance()
         return total
-
-    def _gradients(self, drawn: list[Part], portions: list[slice]) -> Tensor:
-        """Forward and backward of a step's parts, each in portions; their mean loss. What was there is forgotten."""
-        recipe, accelerator = self.recipe, self.accelerator
-        total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        accelerator.step = 0
-        self.prepared.zero_grad()
-        if self.graphs and len(portions) > 1:
-            self._give_up_graphs()
-        for part, (images, labels) in enumerate(drawn):
-            self._seed(self.process * recipe.accumulate + part)
-            with accelerator.accumulate(self.prepared):
-                for portion in portions:
-                    last = portion.stop == len(images)
-                    share = (portion.stop - portion.start) / len(images)
-                    # Processes add their gradients up in the backward pass of the last portion.
-                    with nullcontext() if last else accelerator.no_sync(self.prepared):
-                        if self.graphs:
-                            torch.compiler.cudagraph_mark_step_begin()
-                        with accelerator.autocast():  # for the teacher: what accelerate prepared has its own
-                            loss = self.objective(self.running, images[portion], labels[portion])
-                        accelerator.backward(loss if share == 1 else share * loss)
-                    total += share * loss.detach() / recipe.accumulate
-            if self.graphs and part == 0 and len(drawn) > 1:
-                for (
-                    parameter
-                ) in self.prepared.parameters():  # the graph's own are overwritten when it runs again
-                    parameter.grad = None if parameter.grad is None else parameter.grad.clone()
-        return total
-
-    def _give_up_graphs(self) -> None:
-        """Run uncompiled from now on: memory ran out, and graphs hold all that their steps need at any time."""
-        self.graphs, self.running = False, self.prepared
-        torch._dynamo.reset()
-        release_memory()
-
-    def _rehearse(self, drawn: list[Part]) -> None:
-        """Before the first step of several processes: find what each has memory for, and take the least.
-
-        Later, in the middle of adding up gradients, one of them could not try again alone. Uncompiled, which takes no
-        less memory and saves compiling what runs once.
-        """
-
-        def alone(portions: list[slice]) -> None:
-            with self.accelerator.no_sync(self.prepared):
-                images, labels = drawn[0]
-                for portion in portions:
-                    with self.accelerator.autocast():
-                        loss = self.objective(self.prepared, images[portion], labels[portion])
-                    self.accelerator.backward(loss)
-
-        count = len(drawn[0][0])
-        self._seed(0)
-        self.portions.splits = True
-        self.portions.fitted(alone, count)
-        self.prepared.zero_grad()
-        fits = torch.tensor([self.portions.most or count], device=self.accelerator.device)
-        least = int(self.accelerator.gather(fits).min())
-        self.portions.most = None if least == count else least
-        self.portions.splits = self.rehearses = False
 
     def _seed(self, part: int) -> None:
         """All that is random in a part of a step by its number: each is mixed as the whole batch, but drops its own."""
@@ -395,11 +325,6 @@ class Run:
         pace = min(epoch["seconds"] for epoch in self.now.history)
         late = float(time.monotonic() - self.begin + pace > 60 * max_minutes)
         return not self.accelerator.reduce(torch.tensor(late, device=self.accelerator.device), "sum").item()
-
-
-def _can_be_graphs(device: torch.device, processes: int, sharded: bool) -> bool:
-    """Whether steps can be CUDA graphs: what processes say to each other cannot be recorded."""
-    return device.type == "cuda" and processes == 1 and not sharded
 
 
 def _objective(model: nn.Module) -> type[Objective]:
