@@ -14,6 +14,7 @@ Compiling takes most of the time; `--turns` has several of these compile side by
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import statistics
@@ -40,6 +41,7 @@ from diffrate.operator import Operator
 from diffrate.ranking import class_attention_row
 from diffrate.reduction import reduce_tokens
 from diffrate.results import write_results
+from diffrate.searching.fast import OPERATOR
 from diffrate.speed import DTYPES, bench, profile
 from diffrate.tokens import Tokens
 
@@ -221,6 +223,11 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                     wide_mixed = F.scaled_dot_product_attention(*wide_pair, v, scale=d**-0.5)
                     errors["wide"] = error(wide_mixed, wanted) / 8
                     errors["wide row"] = error(wide_logits, logits.double()) / 8
+                if n <= ops.MOST_KEYS and d <= 64:
+                    learned, learned_logits, log_sum = torch.ops.diffrate.learn(q, k, v, size, d**-0.5, True)
+                    errors["learn"] = error(learned, wanted) / 8
+                    errors["learn's row"] = error(learned_logits, logits.double()) / 8
+                    errors["learn back"] = gradient_error(q, k, v, size, learned, log_sum) / 8
                 assert all(e < tolerance for e in errors.values()), (dtype, b, heads, n, d, errors)
                 sorted_by = importance[:, 1:].argsort(dim=-1, descending=True, stable=True) + 1
                 assert torch.equal(order[:, 1:].long(), sorted_by), "order"
@@ -264,6 +271,19 @@ def reduction_error(
     return off.median().item()
 
 
+def gradient_error(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mixed: Tensor, log_sum: Tensor
+) -> float:
+    """Of learn_back, at a gradient as large as the values."""
+    scale, gradient = q.shape[-1] ** -0.5, v.flip(0)
+    found = ops.learn_back(gradient, q, k, v, size, scale, mixed, log_sum)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    mask = None if size is None else size.double().log()[:, None, None]
+    wanted = F.scaled_dot_product_attention(*exact, attn_mask=mask, scale=scale)
+    theirs = torch.autograd.grad(wanted, exact, gradient.double())
+    return max(error(a, b) / max(b.abs().max().item(), 1.0) for a, b in zip(found, theirs, strict=True))
+
+
 def error(ours: Tensor, wanted: Tensor) -> float:
     return (ours.double() - wanted).abs().max().item()
 
@@ -298,6 +318,7 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         }
         for name, call in kinds.items():
             yield {"shape": [b, heads, n, d], "kernel": name, "ms": milliseconds(call, device)}
+    yield from attention_in_training(device, batch // 4)
     for c in (192, 384, 768, 1024):
         images = torch.randn(batch, 3, 224, 224, device=device, dtype=torch.float16)
         weight = torch.randn(c, 3, 16, 16, device=device, dtype=torch.float16)
@@ -316,7 +337,8 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         size = 1 + 3 * torch.rand(b, n, device=device)
         importance, order = ops.rank(logits, 1, 0.0)
         affine = [torch.ones(c, device=device, dtype=torch.float16)] * 2
-        prune, keep = n - 10, n - 20
+        prune, keep, full = n - 10, n - 20, x.float()
+        tokens = Tokens(full, 1, size)
         parts: dict[str, Callable[[], Any]] = {
             "rank": lambda logits=logits: ops.rank(logits, 1, 0.0),
             "rank, 15 more": lambda logits=more: ops.rank(logits, 1, 0.2),
@@ -333,10 +355,41 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
             "reduce, merge by cost, norms kept": lambda x=x, i=importance, o=order, s=size, n=n, k=keep: (
                 ops.reduce(x, i, o, s, 1, n, k, "attention", True, 0.0, True)
             ),
+            "the same, fp32": lambda x=full, i=importance, o=order, s=size, n=n, k=keep: ops.reduce(
+                x, i, o, s, 1, n, k, "attention", True, 0.0, True
+            ),
+            "the same, fp32, plain": lambda t=tokens, i=importance, n=n, k=keep: reduce_tokens(
+                t, i[:, 1:], n, k, OPERATOR
+            ),
             "copy of what is kept": lambda x=x, k=keep: x[:, :k].contiguous(),
         }
         for name, call in parts.items():
             yield {"shape": [b, n, c], "kernel": name, "ms": milliseconds(call, device)}
+
+
+def attention_in_training(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
+    """Forward and backward of attention, with the sizes of tokens and without, in milliseconds."""
+    heads, d = 6, 64
+    for n in (127, 98, 66, 37):
+        shape = (batch, n, 3, heads, d)
+        q, k, v = torch.randn(shape, device=device, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4).unbind(0)
+        learning = [t.detach().requires_grad_() for t in (q, k, v)]
+        size = 1 + 3 * torch.rand(batch, n, device=device)
+        log_size = F.pad(size.log().to(q.dtype), (0, -n % 8))[:, :n]
+        attention = Attention(*learning, d**-0.5, 0.0)
+        ways: dict[str, Callable[[], Tensor]] = {
+            "sdpa": lambda a=attention: mix(a, None),
+            "sdpa + bias": lambda a=attention, s=log_size: mix(a, s),
+            "learn": lambda a=attention, s=size: kernels._learned(a, s, True)[0],
+        }
+        for name, forward in ways.items():
+            taken = milliseconds(functools.partial(backward, forward, learning), device)
+            yield {"shape": [batch, heads, n, d], "kernel": f"{name}, forward and backward", "ms": taken}
+
+
+def backward(forward: Callable[[], Tensor], inputs: list[Tensor]) -> Any:
+    out = forward()
+    return torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> float | str:

@@ -91,6 +91,17 @@ def test_many_images_attend_without_a_bias(model, images, monkeypatch):
         torch.testing.assert_close(ours.x, fast.forward_tokens(images).x, rtol=1e-4, atol=1e-4)
 
 
+def test_attention_in_training_is_one_kernel_once_tokens_have_sizes(model, images, monkeypatch):
+    learned, learn = [], ops.learn
+    monkeypatch.setattr(ops, "learn", lambda *given: learned.append(given[-1]) or learn(*given))
+    fast = diffrate.compress(model, SCHEDULE)
+    fast.forward_tokens(images)
+    assert learned == [False, True]  # what removes nothing, and what ranks as well
+    with torch.no_grad():
+        fast.forward_tokens(images)
+    assert len(learned) == 2
+
+
 @pytest.mark.parametrize(("count", "sums"), [(3, 5), (5, 3)])
 def test_few_images_run_also_what_removes_nothing_in_fewer_kernels(model, count, sums, monkeypatch):
     added, add_norm = [], ops.add_norm
@@ -190,6 +201,23 @@ def test_compiles_whole_once_for_all_batch_sizes(images):
             assert counter.frame_count == compilations
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
     assert sum("diffrate.reduce" in target for target in targets) == 2  # one in each compilation
+
+
+@pytest.mark.slow
+def test_training_compiles_to_the_same_gradients(images):
+    model = random_vit(patch_size=16, depth=3).to(DEVICE)
+    fast = diffrate.compress(model, Schedule([5, 4, 3], [5, 3, 3]))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    found = []
+    for forward in (torch.compile(fast, fullgraph=True, backend=counter), fast):
+        model.zero_grad(set_to_none=True)
+        forward(images).logsumexp(-1).sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+    targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    for step in ("diffrate.reduce_mapped", "diffrate.learn"):
+        assert any(step in target for target in targets), step
 
 
 @pytest.mark.slow

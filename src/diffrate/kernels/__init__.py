@@ -8,8 +8,9 @@ PyTorch, `ranking` and `reduction`, which are what the kernels are tested agains
 Attention of many images is torch's (`mixing`), with the sizes of tokens as a bias or, where it is cuDNN's, as further
 features of queries and keys (`_widens`): a kernel of our own was slower. For few (`FEW_HEADS`) it is ours, which fills
 the GPU with smaller tiles and hands out the class token's logits on the way; there, too, ranking runs beside the output
-projection where a CUDA graph is being captured. Images are cut into patches by a product (`embedding`). `using`
-changes the choice, to measure it.
+projection where a CUDA graph is being captured. In training it is ours for few tokens with sizes (`_learns_at_once`):
+one program has all keys of a head, so that the gradient is one kernel. Images are cut into patches by a product
+(`embedding`). `using` changes the choice, to measure it.
 """
 
 from __future__ import annotations
@@ -74,12 +75,7 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and operator.importance == "class-attention"
         and operator.operation != "merge-prune"
         and not (operator.pruned_mass or operator.size_aware)
-        # Of all pairs of tokens, products of fp32 are torch's: the kernel has no tensor cores for them.
-        and (
-            operator.choice == "rank"
-            or (operator.operation == "merge" and x.dtype != torch.float32)
-            or INTERPRETED
-        )
+        and (operator.choice == "rank" or operator.operation == "merge")
     )
 
 
@@ -110,6 +106,8 @@ def attend(attention: Attention, size: Tensor | None, key_bias: Tensor | None) -
         return mixed
     if size is not None and _widens(attention):
         return _mix_wide(attention, size, False)[0]
+    if size is not None and _learns_at_once(attention):
+        return _learned(attention, size, False)[0]
     return mix(attention, key_bias)
 
 
@@ -118,6 +116,16 @@ def _mix_wide(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Te
     q, k, v, scale = attention[:4]
     q, k, logits = _ops().widen(q, k, size, scale, row)
     return F.scaled_dot_product_attention(q, k, v, scale=scale), logits
+
+
+def _learned(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Tensor]:
+    """Values mixed with sizes in force, with a gradient; and the class token's logits, which have none."""
+    given = (*attention[:3], size, attention.scale, row)
+    if not torch.compiler.is_compiling():
+        mixed, logits = Learning.apply(*given)
+        return mixed, logits
+    mixed, logits, _ = torch.ops.diffrate.learn(*given)
+    return mixed, logits.detach()
 
 
 def attend_and_score(
@@ -131,6 +139,8 @@ def attend_and_score(
         return mixed, logits
     if size is not None and not operator.image_share and _widens(attention):
         return _mix_wide(attention, size, True)
+    if size is not None and not operator.image_share and _learns_at_once(attention):
+        return _learned(attention, size, True)
     mixed = attend(attention, size, key_bias)
     q, k = q.detach(), k.detach()  # a choice of tokens has no gradient
     with step("ranking"):
@@ -157,6 +167,14 @@ def _widens(attention: Attention) -> bool:
 def _prefers_cudnn() -> bool:
     """Whether attention is cuDNN's: from Hopper on, unless somebody has switched it off."""
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9
+
+
+def _learns_at_once(attention: Attention) -> bool:
+    """Whether attention in training is ours: of heads and tokens that one program can hold."""
+    q, k = attention[:2]
+    ours = attention.by is None and attention.dropout == 0 and _learns(q) and q.shape == k.shape
+    fits = q.shape[-2] <= ops.MOST_KEYS and q.shape[-1] <= 64
+    return ours and fits and (INTERPRETED or (q.element_size() == 2 and ops.has_room(q.device)))
 
 
 def _learns(x: Tensor) -> bool:
@@ -228,6 +246,23 @@ def reduce_tokens(
         importance=importance if operator.memory else None,
     )
     return left, normed if norm is not None else None
+
+
+class Learning(torch.autograd.Function):
+    """ops.learn with its gradient, at less cost a call than as an operator of torch."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        mixed, logits, log_sum = ops.learn(*given)
+        ctx.save_for_backward(*given[:4], mixed, log_sum)
+        ctx.mark_non_differentiable(logits)
+        ctx.scale = given[4]
+        return mixed, logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, size, mixed, log_sum = ctx.saved_tensors
+        return *ops.learn_back(gradient, q, k, v, size, ctx.scale, mixed, log_sum), None, None, None
 
 
 class Reduction(torch.autograd.Function):

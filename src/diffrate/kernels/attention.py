@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffrate.kernels.operators import on_its_device, or_any, power_of_two, register, rows_dense, tiles
+from diffrate.kernels.operators import (
+    library,
+    on_its_device,
+    or_any,
+    power_of_two,
+    register,
+    rows_dense,
+    tiles,
+)
 
 LOG2_E = math.log2(math.e)
+MOST_KEYS = 128  # of a head in training, which one program holds; of more, cuDNN's kernels are faster
 EXTRA = 8  # features beside a head's own: of 16 bits, rows of whole 16 bytes
 
 
@@ -111,6 +120,84 @@ def _attend_outputs(
     )
 
 
+@on_its_device
+def learn(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, scale: float, row: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend` for many images of up to MOST_KEYS tokens, and the log-sums of rows, for `learn_back`."""
+    q, k, v = rows_dense(q), rows_dense(k), rows_dense(v)
+    b, heads, n, d = k.shape
+    mixed, logits, log_sum = _learn_outputs(q, k, v, size, scale, row)
+    if b:
+        kernels().learn_kernel[(tiles(n, 64), b * heads)](
+            q, k, v, or_any(size, q), mixed, log_sum, logits,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            scale * LOG2_E, heads, n, d,
+            HAS_SIZE=size is not None, ROW=row,
+            BLOCK_M=64, BLOCK_N=power_of_two(n, least=64), BLOCK_D=power_of_two(d), num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return mixed, logits, log_sum
+
+
+def _learn_outputs(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, scale: float, row: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, heads, n, _ = k.shape
+    return *_attend_outputs(q, k, v, size, scale, row), k.new_empty((b, heads, n), dtype=torch.float32)
+
+
+@on_its_device
+def learn_back(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: Tensor | None,
+    scale: float,
+    mixed: Tensor,
+    log_sum: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `learn`'s queries, keys and values, from that of what they were mixed to."""
+    gradient, q, k, v = rows_dense(gradient), rows_dense(q), rows_dense(k), rows_dense(v)
+    b, heads, n, d = k.shape
+    found = _learn_back_outputs(gradient, q, k, v, size, scale, mixed, log_sum)
+    if b:
+        keys = power_of_two(n, least=64)
+        kernels().learn_back_kernel[(b * heads,)](
+            gradient, q, k, v, or_any(size, q), mixed, log_sum, *found,
+            *gradient.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *found[0].stride()[:3],
+            scale, LOG2_E, heads, n, d,
+            HAS_SIZE=size is not None,
+            BLOCK_M=4096 // keys, BLOCK_N=keys, BLOCK_D=power_of_two(d), num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return found
+
+
+def _learn_back_outputs(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: Tensor | None,
+    scale: float,
+    mixed: Tensor,
+    log_sum: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, heads, n, d = k.shape
+    return tuple(q.new_empty((b, n, heads, d)).transpose(1, 2) for _ in range(3))  # type: ignore[return-value]
+
+
+def _remember_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, size, ctx.scale, _ = inputs
+    ctx.save_for_backward(q, k, v, size, output[0], output[2])
+
+
+def _attention_back(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, size, mixed, log_sum = ctx.saved_tensors
+    found = torch.ops.diffrate.learn_back(gradient, q, k, v, size, ctx.scale, mixed, log_sum)
+    return *found, None, None, None
+
+
 register(
     "query_logits(Tensor q, Tensor k, Tensor? size, float scale, int prefix, int others) -> Tensor",
     query_logits,
@@ -125,4 +212,18 @@ register(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? size, float scale, bool row) -> (Tensor, Tensor)",
     attend,
     _attend_outputs,
+)
+register(
+    "learn(Tensor q, Tensor k, Tensor v, Tensor? size, float scale, bool row) -> (Tensor, Tensor, Tensor)",
+    learn,
+    _learn_outputs,
+)
+register(
+    "learn_back(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? size, float scale, Tensor mixed, Tensor log_sum)"
+    " -> (Tensor, Tensor, Tensor)",
+    learn_back,
+    _learn_back_outputs,
+)
+torch.library.register_autograd(
+    "diffrate::learn", _attention_back, setup_context=_remember_attention, lib=library
 )

@@ -1,4 +1,4 @@
-"""Triton kernels of attention: all of it for few images, or what ranking and sizes need beside torch's own.
+"""Triton kernels of attention: all of it for few images or tokens, or what ranking and sizes need beside torch's own.
 
 Token counts are plain arguments, and not special where they are 1 or a multiple of 16 (`do_not_specialize`), so that
 one compiled kernel serves every block and every batch. Logits are fp32, whatever the features are. `attention` holds
@@ -150,3 +150,81 @@ def widen_kernel(
         if ROW:
             logits = (tl.sum(keys.to(tl.float32) * row[None, :], 1) * scale + log_size) * to_base_2
             tl.store(LOGITS + head.to(tl.int64) * N + n, logits, mask=n < N)
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def learn_kernel(
+    Q, K, V, SIZE, OUT, LOG_SUM, LOGITS,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    scale, H, N, D,
+    HAS_SIZE: tl.constexpr, ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """attend_kernel for many images, with all keys at once, and what learn_back_kernel needs: each row's log-sum."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1)
+    b = (head // H).to(tl.int64)
+    h = head % H
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside_m, inside_n = (m[:, None] < N) & (d[None, :] < D), (n[:, None] < N) & (d[None, :] < D)
+    q = tl.load(Q + b * q_b + h * q_h + m[:, None] * q_n + d[None, :], mask=inside_m, other=0.0)
+    k = tl.load(K + b * k_b + h * k_h + n[:, None] * k_n + d[None, :], mask=inside_n, other=0.0)
+    v = tl.load(V + b * v_b + h * v_h + n[:, None] * v_n + d[None, :], mask=inside_n, other=0.0)
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SIZE:
+        logits += tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))[None, :]
+    if ROW:
+        row = tl.sum(tl.where(m[:, None] == 0, logits, 0.0), 0)
+        tl.store(LOGITS + head.to(tl.int64) * N + n, row, mask=n + N * tl.program_id(0) < N)
+    logits = tl.where(n[None, :] < N, logits, float("-inf"))
+    highest = tl.max(logits, 1)
+    weight = tl.exp2(logits - highest[:, None])
+    total = tl.sum(weight, 1)
+    mixed = tl.dot(weight.to(v.dtype), v, input_precision="ieee") / total[:, None]
+    out = OUT + ((b * N + m[:, None]) * H + h) * D + d[None, :]
+    tl.store(out, mixed.to(OUT.dtype.element_ty), mask=inside_m)
+    tl.store(LOG_SUM + head.to(tl.int64) * N + m, highest + tl.log2(total), mask=m < N)
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def learn_back_kernel(
+    GRADIENT, Q, K, V, SIZE, OUT, LOG_SUM, GRAD_Q, GRAD_K, GRAD_V,
+    g_b, g_h, g_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, to_b, to_h, to_n,
+    scale, to_base_2, H, N, D,
+    HAS_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one head: all of its keys stay at hand, queries come by tiles, nothing is added up in memory."""
+    head = tl.program_id(0)
+    b = (head // H).to(tl.int64)
+    h = head % H
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside_n = (n[:, None] < N) & (d[None, :] < D)
+    k = tl.load(K + b * k_b + h * k_h + n[:, None] * k_n + d[None, :], mask=inside_n, other=0.0)
+    v = tl.load(V + b * v_b + h * v_h + n[:, None] * v_n + d[None, :], mask=inside_n, other=0.0)
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_SIZE:
+        bias = tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))
+    bias = tl.where(n < N, bias, float("-inf"))
+    grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(0, N, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        inside_m = (m[:, None] < N) & (d[None, :] < D)
+        q = tl.load(Q + b * q_b + h * q_h + m[:, None] * q_n + d[None, :], mask=inside_m, other=0.0)
+        gradient = tl.load(
+            GRADIENT + b * g_b + h * g_h + m[:, None] * g_n + d[None, :], mask=inside_m, other=0.0
+        )
+        out = tl.load(OUT + ((b * N + m[:, None]) * H + h) * D + d[None, :], mask=inside_m, other=0.0)
+        log_sum = tl.load(LOG_SUM + head.to(tl.int64) * N + m, mask=m < N, other=float("inf"))
+        lost = tl.sum(gradient.to(tl.float32) * out.to(tl.float32), 1)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * to_base_2)
+        weight = tl.exp2(logits + bias[None, :] - log_sum[:, None])
+        grad_v = tl.dot(tl.trans(weight.to(v.dtype)), gradient, grad_v, input_precision="ieee")
+        by_logit = weight * (tl.dot(gradient, tl.trans(v), input_precision="ieee") - lost[:, None])
+        by_logit = by_logit.to(q.dtype)
+        grad_k = tl.dot(tl.trans(by_logit), q, grad_k, input_precision="ieee")
+        grad_q = tl.dot(by_logit, k, input_precision="ieee") * scale
+        to = GRAD_Q + b * to_b + h * to_h + m[:, None] * to_n + d[None, :]
+        tl.store(to, grad_q.to(GRAD_Q.dtype.element_ty), mask=inside_m)
+    to = b * to_b + h * to_h + n[:, None] * to_n + d[None, :]
+    tl.store(GRAD_K + to, (grad_k * scale).to(GRAD_K.dtype.element_ty), mask=inside_n)
+    tl.store(GRAD_V + to, grad_v.to(GRAD_V.dtype.element_ty), mask=inside_n)

@@ -2,6 +2,8 @@
 
     diffrate::attend        attention, and the class token's logits, for few images
     diffrate::widen         queries and keys with the sizes in their products, for attention without a bias; such logits
+    diffrate::learn         attention of few tokens in training, with those logits
+    diffrate::learn_back    its gradient
     diffrate::query_logits  logits of the queries that rank: a few rows, where attention itself is torch's
     diffrate::rank          importance and order of the tokens, from those logits
     diffrate::reduce        match and assemble: tokens in, fewer tokens out, and the norm behind them
@@ -12,13 +14,18 @@
 gradients there are those of the features; logits and sizes have none, as in `reduction`.
 """
 
-from diffrate.kernels.attention import EXTRA, attend, query_logits, widen
+from diffrate.kernels.attention import EXTRA, MOST_KEYS, attend, learn, learn_back, query_logits, widen
+from diffrate.kernels.operators import has_room
 from diffrate.kernels.removal import add_norm, match, rank, reduce, reduce_mapped, spread
 
 __all__ = [
     "EXTRA",
+    "MOST_KEYS",
     "add_norm",
     "attend",
+    "has_room",
+    "learn",
+    "learn_back",
     "match",
     "query_logits",
     "rank",
