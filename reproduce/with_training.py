@@ -2,7 +2,8 @@
 
 The embedded ViT under schedules that were searched for 50 % and 35 % of its MACs: without tuning, after fine-tuning,
 and trained from scratch under the same schedule, three seeds each, with the uncompressed model tuned alike as a
-control. Epochs are chosen on 3,000 training images that are kept apart; accuracies are of the 10,000 test images.
+control. Accuracies are those of the last epoch's weights (their moving average) on the 10,000 test images. The best
+epoch on 3,000 training images that are kept apart is named beside it; so few images choose by luck.
 
 Beside it other methods at the same MACs, tuned by the same recipe and their own losses, one seed each: DynamicViT and
 SPViT with their trained selectors, Evo-ViT, EViT and ToMe (`--methods`).
@@ -41,6 +42,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from safetensors.torch import load_file
 
 import diffrate
 from diffrate import embedded
@@ -51,6 +53,7 @@ from diffrate.errors import DiffRateError
 from diffrate.methods import to_train
 from diffrate.results import check_target, write_results
 from diffrate.training import EMBEDDED, Recipe, accuracy, finetune, train
+from diffrate.training.loop import LAST
 
 PAPER = {
     "deit_small_patch16_224": {
@@ -120,11 +123,13 @@ def run_job(job: Job) -> dict[str, Any]:
             trained = train(tested, training, validation, folder, recipe, **options)
         else:
             trained = finetune(model, tested, training, validation, folder, recipe, **options)
+        tested.load_state_dict(load_file(Path(folder) / LAST))
     return {
         "name": job.kind, "budget": job.budget, "gmacs": diffrate.gmacs(tested), "seed": job.seed,
         "epochs": len(trained.history), "of_epochs": recipe.epochs, "best_epoch": trained.epoch,
         "validation_accuracy": trained.accuracy, "test_accuracy": accuracy(tested, test),
-        "seconds": trained.seconds, "images_per_second": len(training) * len(trained.history) / trained.seconds,
+        "seconds": trained.seconds, "epoch_seconds": min(epoch["seconds"] for epoch in trained.history),
+        "images_per_second": len(training) * len(trained.history) / trained.seconds,
         "losses": [epoch["loss"] for epoch in trained.history],
     }  # fmt: skip
 
@@ -267,7 +272,7 @@ def _reaches(
 
 def _fitting(rows: list[dict[str, Any]], deadline: float, runs: int, workers: int) -> int:
     """How many epochs of training fit into the time that is left, at the pace of the runs so far."""
-    pace = max(row["seconds"] / row["epochs"] for row in rows if row["name"] == TUNED)
+    pace = max(row["epoch_seconds"] for row in rows if row["name"] == TUNED)
     rounds = math.ceil(runs / max(workers, 1))
     return max(1, min(LONGEST, int(0.9 * (deadline - time.time()) / (pace * rounds))))
 
