@@ -15,7 +15,6 @@ gradients there are those of the features; logits and sizes have none, as in `re
 """
 
 from diffrate.kernels.attention import EXTRA, MOST_KEYS, attend, learn, learn_back, query_logits, widen
-from diffrate.kernels.operators import has_room
 from diffrate.kernels.removal import add_norm, match, rank, reduce, reduce_mapped, spread
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "MOST_KEYS",
     "add_norm",
     "attend",
-    "has_room",
     "learn",
     "learn_back",
     "match",
