@@ -97,7 +97,8 @@ def accuracy(record: dict[str, Any]) -> str:
     lines = [
         "| MACs | without tuning | fine-tuned | from scratch | recovered |",
         "|---|---:|---:|---:|---:|",
-        f"| all ({results['gmacs']:.3f} G) | {results['uncompressed']:.2f} | {_control(results)} | | |",
+        f"| all ({results['gmacs']:.3f} G) | {results['uncompressed']:.2f} | {_control(results, 'fine-tuned')} "
+        f"| {_control(results, 'from scratch')} | |",
     ]
     for name, budget in results["budgets"].items():
         recovered = f"{budget['recovered']:.0%}" if "recovered" in budget else ""
@@ -126,8 +127,8 @@ def _epochs(runs: list[dict[str, Any]]) -> str:
     return "; ".join(words)
 
 
-def _control(results: dict[str, Any]) -> str:
-    found = [row["test_accuracy"] for row in results["runs"] if row["name"] == "uncompressed, fine-tuned"]
+def _control(results: dict[str, Any], kind: str) -> str:
+    found = [row["test_accuracy"] for row in results["runs"] if row["name"] == f"uncompressed, {kind}"]
     return f"{found[0]:.2f}" if found else ""
 
 

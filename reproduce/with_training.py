@@ -1,19 +1,18 @@
 """Tables 2 and "train from scratch", at the size of Fashion-MNIST: what training gives back of what compression lost.
 
 The embedded ViT under schedules that were searched for 50 % and 35 % of its MACs: without tuning, after fine-tuning,
-and trained from scratch under the same schedule, three seeds each, with the uncompressed model tuned alike as a
-control. Accuracies are those of the last epoch's weights (their moving average) on the 10,000 test images. The best
+and trained from scratch under the same schedule, three seeds each, with the uncompressed model tuned and trained alike
+as controls. Accuracies are those of the last epoch's weights (their moving average) on the 10,000 test images. The best
 epoch on 3,000 training images that are kept apart is named beside it; so few images choose by luck.
 
 Beside it other methods at the same MACs, tuned by the same recipe and their own losses, one seed each: DynamicViT and
 SPViT with their trained selectors, Evo-ViT, EViT and ToMe (`--methods`).
 
-The data lie on the device whole, and `--workers` runs share one GPU. Fine-tuning takes `--tune-epochs`; how long that
-took says how many epochs of training from scratch fit into `--minutes`, and every such run gets that many; with
-`--epochs` all runs begin at once. Each has its cosine over all of its epochs. Rows are saved as runs end; `--resume`
-goes on with those that went to their end, under the same schedules. On one GPU:
+The data lie on the device whole, and `--workers` runs share one GPU, best under CUDA's multi-process service. Each has
+its cosine over all of its epochs. Rows are saved as runs end; `--resume` keeps those that went to the end of as many
+epochs as are asked for, and the schedules. On one GPU:
 
-    python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 13 --epochs 30 \\
+    python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 14 --compile \\
         --minutes 10 --json results/with_training.json
 
 A try on a CPU: --images 256 --test-images 100 --tune-epochs 1 --epochs 1 --seeds 1 --workers 1 --search-steps 2
@@ -26,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import shlex
 import statistics
@@ -65,9 +63,10 @@ PAPER = {
         "DiffRate 11.5, tuned": 81.71,
     },
 }  # fmt: skip
-TUNED, SCRATCH, CONTROL = "fine-tuned", "from scratch", "uncompressed, fine-tuned"
+TUNED, SCRATCH = "fine-tuned", "from scratch"
+WHOLE = "uncompressed, "  # before either: the control
 RIVALS = ("dynamicvit", "spvit", "evo-vit", "evit", "tome")
-LONGEST = 50  # epochs: what the embedded model itself was trained for
+EPOCHS = 30  # from scratch
 DROP_PATH = 0.05
 # From scratch as the embedded model itself was trained; tuned by the same recipe, from a learning rate at which it
 # changes little by little.
@@ -106,7 +105,7 @@ def run_job(job: Job) -> dict[str, Any]:
     recipe = replace(job.recipe, seed=job.seed)
     set_seed(job.seed)
     schedule = None if job.schedule is None else diffrate.Schedule.from_dict(job.schedule)
-    model = embedded.model(pretrained=job.kind != SCRATCH, drop_path_rate=DROP_PATH)
+    model = embedded.model(pretrained=not job.kind.endswith(SCRATCH), drop_path_rate=DROP_PATH)
     device = torch.device(job.device)
     options: dict[str, Any] = {
         "accelerator": Accelerator(cpu=device.type == "cpu", mixed_precision=recipe.precision),
@@ -119,7 +118,7 @@ def run_job(job: Job) -> dict[str, Any]:
         if tested.objective.needs_teacher:
             recipe = replace(recipe, distillation=0.0)  # it distils by its own weights
     with tempfile.TemporaryDirectory() as folder:
-        if job.kind == SCRATCH:
+        if job.kind.endswith(SCRATCH):
             trained = train(tested, training, validation, folder, recipe, **options)
         else:
             trained = finetune(model, tested, training, validation, folder, recipe, **options)
@@ -128,8 +127,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "name": job.kind, "budget": job.budget, "gmacs": diffrate.gmacs(tested), "seed": job.seed,
         "epochs": len(trained.history), "of_epochs": recipe.epochs, "best_epoch": trained.epoch,
         "validation_accuracy": trained.accuracy, "test_accuracy": accuracy(tested, test),
-        "seconds": trained.seconds, "epoch_seconds": min(epoch["seconds"] for epoch in trained.history),
-        "images_per_second": len(training) * len(trained.history) / trained.seconds,
+        "seconds": trained.seconds, "images_per_second": len(training) * len(trained.history) / trained.seconds,
         "losses": [epoch["loss"] for epoch in trained.history],
     }  # fmt: skip
 
@@ -172,7 +170,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, budget in results["budgets"].items():
         untuned, whole = budget["without tuning"], results["uncompressed"]
         print(f"{name}: {untuned:.2f} % without tuning, {whole:.2f} % uncompressed", flush=True)
-    done = {(row["name"], row["budget"], row["seed"]) for row in results["runs"]}
 
     def job(kind: str, budget: str, seed: int, recipe: Recipe, method: str | None = None) -> Job:
         schedule = schedules[budget].to_dict() if budget in schedules and method is None else None
@@ -185,7 +182,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
 
     def collect(jobs: list[Job], pool: ProcessPoolExecutor | None) -> None:
-        for row in finished([j for j in jobs if (j.kind, j.budget, j.seed) not in done], pool):
+        done = {(row["name"], row["budget"], row["seed"]): row["of_epochs"] for row in results["runs"]}
+        missing = [j for j in jobs if done.get((j.kind, j.budget, j.seed)) != j.recipe.epochs]
+        replaced = {(j.kind, j.budget, j.seed) for j in missing}
+        results["runs"] = [
+            row for row in results["runs"] if (row["name"], row["budget"], row["seed"]) not in replaced
+        ]
+        for row in finished(missing, pool):
             results["runs"].append(row)
             print(
                 f"{row['name']:26s} {row['budget']:8s} seed {row['seed']}  {row['test_accuracy']:.2f} %  "
@@ -202,18 +205,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     seeds = range(arguments.seeds)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(arguments.workers, context) if arguments.workers else None
-
-    def from_scratch(epochs: int) -> list[Job]:
-        recipe = replace(
-            EMBEDDED,
-            epochs=epochs,
-            warmup_epochs=min(EMBEDDED.warmup_epochs, epochs // 5),
-            batch_size=min(EMBEDDED.batch_size, arguments.images or EMBEDDED.batch_size),
-            **here,
-        )
-        results["recipes"] = {TUNED: asdict(tune), SCRATCH: asdict(recipe)}
-        return [job(SCRATCH, budget, s, recipe) for s in seeds for budget in schedules]
-
+    scratch = replace(
+        EMBEDDED,
+        epochs=arguments.epochs,
+        warmup_epochs=min(EMBEDDED.warmup_epochs, arguments.epochs // 5),
+        batch_size=min(EMBEDDED.batch_size, arguments.images or EMBEDDED.batch_size),
+        **here,
+    )
+    results["recipes"] = results.get("recipes", {}) | {TUNED: asdict(tune)}
+    if arguments.epochs:
+        results["recipes"][SCRATCH] = asdict(scratch)
     try:
         tuned = [job(TUNED, budget, s, tune) for s in seeds for budget in schedules]
         rivals = [
@@ -222,13 +223,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for budget in schedules
             if method and _reaches(method, model, schedules[budget], results)
         ]
-        longest_first = from_scratch(arguments.epochs) if arguments.epochs else []
-        collect([*longest_first, job(CONTROL, "100%", 0, tune), *tuned, *rivals], pool)
-        if arguments.epochs is None:
-            known = results.get("recipes", {}).get(SCRATCH)
-            runs = len(schedules) * len(seeds)
-            fitting = _fitting(results["runs"], deadline, runs, arguments.workers)
-            collect(from_scratch(known["epochs"] if known else fitting), pool)
+        from_scratch = [job(WHOLE + SCRATCH, "100%", 0, scratch)]
+        from_scratch += [job(SCRATCH, budget, s, scratch) for s in seeds for budget in schedules]
+        longest_first = from_scratch if arguments.epochs else []
+        collect([*longest_first, job(WHOLE + TUNED, "100%", 0, tune), *tuned, *rivals], pool)
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
@@ -270,13 +268,6 @@ def _reaches(
     return True
 
 
-def _fitting(rows: list[dict[str, Any]], deadline: float, runs: int, workers: int) -> int:
-    """How many epochs of training fit into the time that is left, at the pace of the runs so far."""
-    pace = max(row["epoch_seconds"] for row in rows if row["name"] == TUNED)
-    rounds = math.ceil(runs / max(workers, 1))
-    return max(1, min(LONGEST, int(0.9 * (deadline - time.time()) / (pace * rounds))))
-
-
 def summarise(results: dict[str, Any]) -> None:
     """For each budget the mean and deviation over seeds, and the share of the loss that fine-tuning gave back."""
     for name, budget in results["budgets"].items():
@@ -298,9 +289,7 @@ def main() -> None:
     flags.add_argument("--tune-epochs", type=int, default=TUNE.epochs)
     flags.add_argument("--tune-lr", type=float, default=TUNE.lr)
     flags.add_argument("--methods", default=",".join(RIVALS), help="others to tune, with commas")
-    flags.add_argument(
-        "--epochs", type=int, help="of training from scratch, 0: none; what fits into the time without it"
-    )
+    flags.add_argument("--epochs", type=int, default=EPOCHS, help="of training from scratch; 0: none")
     flags.add_argument(
         "--compile", action="store_true", help="compile the runs, except those of other methods"
     )

@@ -218,20 +218,21 @@ def test_runs_with_training_are_compared_with_those_without(
     monkeypatch.setattr(embedded, "model", narrow)
     monkeypatch.setattr(module, "training_sets", lambda _: (search, search, embedded.dataset("test")))
     arguments = argparse.Namespace(
-        data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=None, search_steps=1,
+        data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=1, search_steps=1,
         images=512, test_images=50, workers=0, minutes=0.1, device="cpu", json=tmp_path / "rows.json",
         methods="dynamicvit,evo-vit,evit", resume=False, compile=False,
     )  # fmt: skip
     module.run(arguments)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]
     rivals = ["dynamicvit, fine-tuned", "evo-vit, fine-tuned", "evit, fine-tuned"]
-    names = ["uncompressed, fine-tuned", "fine-tuned", "fine-tuned", *rivals, "from scratch", "from scratch"]
+    names = ["uncompressed, from scratch", "from scratch", "from scratch"]
+    names += ["uncompressed, fine-tuned", "fine-tuned", "fine-tuned", *rivals]
     assert [row["name"] for row in saved["runs"]] == names
-    for row in saved["runs"][3:6]:
+    for row in saved["runs"][6:]:
         assert row["gmacs"] == pytest.approx(0.7 * saved["gmacs"], rel=0.1)
-    assert saved["runs"][6]["of_epochs"] == saved["recipes"]["from scratch"]["epochs"] >= 1
+    assert [row["of_epochs"] for row in saved["runs"]] == [1, 1, 1, 2, 2, 2, 2, 2, 2]
     (budget,) = saved["budgets"].values()
-    tuned = [row["test_accuracy"] for row in saved["runs"][1:3]]
+    tuned = [row["test_accuracy"] for row in saved["runs"][4:6]]
     assert budget["fine-tuned"]["mean"] == pytest.approx(sum(tuned) / 2)
     assert budget["gmacs"] == pytest.approx(0.7 * saved["gmacs"], rel=0.1)
 
@@ -248,6 +249,13 @@ def test_runs_with_training_are_compared_with_those_without(
     for what in ("seed", "of_epochs"):
         assert again["runs"][-1][what] == saved["runs"][-1][what]
     assert again["budgets"].keys() == saved["budgets"].keys()
+    # With more epochs, those that had fewer run again.
+    again["runs"] = [{**row, "epochs": row["of_epochs"]} for row in again["runs"]]
+    (tmp_path / "rows.json").write_text(json.dumps({**record, "results": again}))
+    module.run(argparse.Namespace(**{**vars(arguments), "resume": True, "epochs": 2, "minutes": 1.0}))
+    longer = json.loads((tmp_path / "rows.json").read_text())["results"]
+    assert longer["runs"][:6] == again["runs"][3:]
+    assert [(row["name"], row["epochs"]) for row in longer["runs"][6:]] == [(name, 2) for name in names[:3]]
     with pytest.raises(DiffRateError, match="--resume needs --json with the file of an earlier run"):
         module.run(argparse.Namespace(**{**vars(arguments), "resume": True, "json": tmp_path / "none.json"}))
 
