@@ -25,21 +25,20 @@ import schedule_comparison
 import schedules_table
 import setting as shared
 import sorting_metric
-import torch
 import transfer
 from setting import OutOfTimeError, Setting, Table
 
+from diffrate.devices import device_name
 from diffrate.errors import DiffRateError
+from diffrate.results import check_target
 
 
 def without_images(setting: Setting) -> None:
-    table = Table(setting, "overhead", "Overhead", overhead.PAPER)
-    table.add("the paper's formulas", **overhead.formulas())
-    for name, gmacs in (("deit_tiny_patch16_224", 0.8), ("deit_small_patch16_224", 2.9)):
-        table.add(name, **overhead.counted(name, gmacs))
-    table = Table(setting, "schedules", "Published schedules", "their GMACs are in the rows")
-    for row in schedules_table.rows():
-        table.add(f"{row['family']} {row['paper_gmacs']}", gmacs=row["gmacs"], monotone=row["monotone"])
+    tables = {"overhead": overhead, "schedules": schedules_table}
+    for name, module in tables.items():
+        table = Table(setting, name, module.TITLE, module.PAPER)
+        for row in module.rows():
+            table.add(**row)
 
 
 def experiments(random: int = schedule_comparison.RANDOM) -> dict[str, Callable[[Setting], None]]:
@@ -56,10 +55,16 @@ def experiments(random: int = schedule_comparison.RANDOM) -> dict[str, Callable[
     }
 
 
+def results_file(folder: Path, model: str, experiment: str, device: str) -> Path:
+    """Where the page looks for an experiment: reproduce_vit_tiny_transfer_h200.json."""
+    short, machine = model.partition(".")[0].partition("_patch")[0], device.split()[-1].lower()
+    return folder / f"reproduce_{short}_{experiment}_{machine}.json"
+
+
 def main() -> None:
     flags = shared.parser(__doc__)
     flags.add_argument(
-        "--json-dir", type=Path, help="folder for reproduce_MODEL_DEVICE.json, in place of --json"
+        "--json-dir", type=Path, help="folder for reproduce_MODEL_EXPERIMENT_DEVICE.json, in place of --json"
     )
     flags.add_argument("--only", help="names of experiments, with commas: " + ", ".join(experiments()))
     flags.add_argument("--random", type=int, default=schedule_comparison.RANDOM, help="random schedules")
@@ -70,14 +75,15 @@ def main() -> None:
         if not set(wanted) <= set(chosen):
             flags.error(f"--only names some of {', '.join(chosen)}")
         chosen = {name: chosen[name] for name in wanted}
-    if arguments.json_dir is not None:
-        device = "gpu" if torch.cuda.is_available() else "cpu"
-        arguments.json = arguments.json_dir / f"reproduce_{arguments.model}_{device}.json"
     try:
+        check_target(arguments.json_dir and arguments.json_dir / "any.json")
         setting = shared.setting(arguments)
     except DiffRateError as error:
         sys.exit(f"Error: {error}")
+    device = device_name(setting.device) if setting.device.type == "cuda" else "cpu"
     for name, run in chosen.items():
+        if arguments.json_dir is not None:
+            setting.json, setting.tables = results_file(arguments.json_dir, setting.name, name, device), {}
         try:
             run(setting)
         except OutOfTimeError:

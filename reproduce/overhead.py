@@ -9,15 +9,21 @@ for sorting and matching 20 tokens. The search by measured slopes (`--recipe fas
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import timm
 import torch
+from setting import without_images
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
 
+TITLE = "Overhead"
 PAPER = {"proxy_parameters": 4_700, "proxy_flops": 0.24e6, "module_flops": 1.36e6}
+FORMULAS = "the paper's formulas"
+MODELS = {"deit_tiny_patch16_224": 0.8, "deit_small_patch16_224": 2.9, "deit_base_patch16_224": 11.5}
 
 
 def formulas(n: int = 196, blocks: int = 12, dim: int = 384, merged: int = 20) -> dict[str, float]:
@@ -41,13 +47,11 @@ def counted(name: str, gmacs: float) -> dict[str, float]:
     return {"gmacs": own, "counted_gmacs": seen, "overhead_percent": 100 * (seen / own - 1)}
 
 
+def rows() -> Iterator[dict[str, Any]]:
+    yield {"name": FORMULAS, **formulas()}
+    for name, gmacs in MODELS.items():
+        yield {"name": name, **counted(name, gmacs)}
+
+
 if __name__ == "__main__":
-    ours = formulas()
-    for key, value in PAPER.items():
-        print(f"{key:18s} paper {value:10.3g}   its formula {ours[key]:10.3g}")
-    for name, gmacs in (
-        ("deit_tiny_patch16_224", 0.8),
-        ("deit_small_patch16_224", 2.9),
-        ("deit_base_patch16_224", 11.5),
-    ):
-        print(name, {key: round(value, 4) for key, value in counted(name, gmacs).items()})
+    without_images(__doc__, "overhead", TITLE, PAPER, rows())

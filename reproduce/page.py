@@ -1,48 +1,36 @@
 """Write docs/how_good.md from the files in results/: every number there has its command, commit and machine.
 
-python reproduce/page.py
+    python reproduce/page.py
+
+Tables of methods come from compare_*.json, those of the paper from reproduce_*.json and with_training_*.json, and what
+was run at all from what_was_run.py. Seconds; nothing is measured.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import markdown_table
+import paper_tables
+import what_was_run
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "how_good.md"
+TOLERANCE = 0.01  # of the budget, within which MACs count as equal
 INTRODUCTION = """\
 # How good is it?
 
 Written by `python reproduce/page.py` from the files in [results/](../results/); do not edit it by hand. \
 Methods run with untouched weights, but where training is said, at equal MACs on the same images \
-(`diffrate compare`, `diffrate methods`). \
+(`diffrate compare`, `diffrate methods`); a row that is more than 1 % off its budget says so. \
 Differences are in points of top-1 and in mean negative log-likelihood, paired, with 95 % intervals from drawing \
 images anew; p is McNemar's. How the search works and what was tried: [search.md](search.md).
 """
-# What the paper has, the file here, and where its results lie: a table in reproduce_*.json, or files by their names.
-EXPERIMENTS = (
-    ("Table 1, off the shelf", "off_the_shelf.py", "off_the_shelf"),
-    ("Table 2, with training, and from scratch", "with_training.py", "with_training_*"),
-    ("Table 3, several constraints", "hardware_table.py", "hardware_*"),
-    ("Ablation, sorting metric", "sorting_metric.py", "sorting_metric"),
-    ("Ablation, compression module", "operation_order.py", "operation_order"),
-    ("Ablation, number of images", "number_of_images.py", "number_of_images"),
-    ("Ablation, optimisation time", "optimisation_time.py", "optimisation_time"),
-    ("Figure, 10,000 random schedules", "schedule_comparison.py", "schedule_comparison"),
-    ("Figure, schedule transfer", "transfer.py", "transfer"),
-    ("Table, published schedules", "schedules_table.py", "schedules"),
-    ("Overhead", "overhead.py", "overhead"),
-    ("CAFormer-S36", "off_the_shelf.py --model caformer_s36", "reproduce_caformer*"),
-    ("Segmentation", "`diffrate segment`", "segmentation_*"),
-    ("beyond the paper: the operator's options", "improvements.py", "improvements"),
-    ("beyond the paper: seeds of the search", "little_data.py", "search_vit_tiny_h200"),
-    ("beyond the paper: milliseconds", "milliseconds.py", "milliseconds_*"),
-    ("beyond the paper: speed", "speed.py", "speed_*"),
-    ("beyond the paper: speed of training", "training_speed.py", "training_speed_*"),
-)
 NOT_HERE = """\
+"In part" is said of a file without all rows that the experiment has today, at three budgets where it takes several. \
 The paper's own models (DeiT, MAE, LV-ViT, CAFormer) on the whole of ImageNet were not run here, nor any training on \
 it: the images and checkpoints are not here. The commands for them are in [reproduce/](../reproduce/README.md). \
 What says "not run" needs a machine or data that it did not have yet.
@@ -52,62 +40,59 @@ What says "not run" needs a machine or data that it did not have yet.
 def page(results: Path = ROOT / "results") -> str:
     parts = [INTRODUCTION]
     for path in sorted(results.glob("*.json")):
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         if path.name.startswith("compare_"):
             parts += [heading(path, record), "\n".join(comparison(record["results"])) + "\n"]
         elif path.name.startswith("reproduce_"):
             parts += [heading(path, record), *tables(record["results"])]
         elif path.name.startswith("with_training_"):
             parts += ["\n".join(trainings(path, record)) + "\n"]
-    return "\n".join([*parts, "\n".join(what_was_run(results)) + "\n", NOT_HERE])
+    run = "\n".join(what_was_run.lines(results)) + "\n"
+    return "\n".join([*parts, run, NOT_HERE, "\n".join(of_the_paper()) + "\n"])
 
 
-def what_was_run(results: Path) -> Iterator[str]:
-    """Every table and figure, and the files that have it."""
-    yield "## What was run, and what was not\n"
-    yield "| | file | results |"
-    yield "|---|---|---|"
-    for name, file, key in EXPERIMENTS:
-        found = [f"[{path.name}](../results/{path.name})" + note for path, note in where(results, key)]
-        yield f"| {name} | {file if file.startswith('`') else f'`{file}`'} | {', '.join(found) or 'not run'} |"
-
-
-def where(results: Path, key: str) -> Iterator[tuple[Path, str]]:
-    """The files that hold an experiment, and a note where time ended it."""
-    for path in sorted(results.glob(f"{key}.json")):
-        yield path, ""
-    for path in sorted(results.glob("reproduce_*.json")):
-        table = json.loads(path.read_text())["results"]["tables"].get(key)
-        if table is not None:
-            late = any("time" in str(row.get("left_out", "")) for row in table["rows"])
-            yield path, " (in part)" if late or not table["rows"] else ""
+def origin(path: Path, record: dict[str, Any]) -> str:
+    return (
+        f"[{path.name}](../results/{path.name}): `{record['command']}`, {record['device']}, "
+        f"commit {str(record['commit'])[:10]}, {record['date'][:10]}."
+    )
 
 
 def heading(path: Path, record: dict[str, Any]) -> str:
-    results = record["results"]
-    whole = results["uncompressed"]
+    results, note = record["results"], f" {record['note']}" if record.get("note") else ""
+    whole = results.get("uncompressed")
+    if whole is None:
+        return f"## Without images\n\n{origin(path, record)}{note}\n"
     gmacs = whole.get("gmacs", results.get("gmacs"))
-    note = f" {record['note']}" if record.get("note") else ""
     return (
-        f"## {results['model']}, {whole['images']:,} images\n\n[{path.name}](../results/{path.name}): "
-        f"`{record['command']}`, {record['device']}, commit {str(record['commit'])[:10]}, {record['date'][:10]}. "
-        f"Uncompressed: {gmacs:.3f} GMACs, top-1 {whole['top1']:.2f}, loss {whole['loss']:.4f}.{note}\n"
+        f"## {results['model']}, {whole['images']:,} images\n\n{origin(path, record)} Uncompressed: "
+        f"{gmacs:.3f} GMACs, top-1 {whole['top1']:.2f}, loss {whole['loss']:.4f}.{note}\n"
     )
 
 
 def comparison(results: dict[str, Any]) -> Iterator[str]:
-    yield "| budget | method | GMACs | top-1 % | points | loss rise | points to the first method | p |"
-    yield "|---|---|---|---|---|---|---|---|"
+    header = [
+        "budget",
+        "method",
+        "GMACs",
+        "top-1 %",
+        "points",
+        "loss rise",
+        "points to the first method",
+        "p",
+    ]
+    rows = []
     for row in results["rows"]:
         whole, first = row["to_uncompressed"], row["to_first"]
-        name = row["method"] + (f" ({row['note']})" if row["note"] else "")
-        cells = [f"{row['budget']:.3g}", name, f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
+        cells = [f"{row['budget']:.3g}", with_note(row["method"], row["note"])]
+        cells += [f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
         cells += [interval(whole["top1_difference"], whole["top1_interval"], 2)]
         cells += [interval(whole["loss_difference"], whole["loss_interval"], 3)]
         cells += ["", ""] if first is None else [
             interval(first["top1_difference"], first["top1_interval"], 2), f"{first['mcnemar_p']:.2g}"
         ]  # fmt: skip
-        yield f"| {' | '.join(cells)} |"
+        rows.append(cells)
+    yield from markdown_table.lines(header, rows)
     for left_out in results["left_out"]:
         yield f"\nLeft out: {left_out}."
 
@@ -116,52 +101,162 @@ def trainings(path: Path, record: dict[str, Any]) -> Iterator[str]:
     """The mean accuracy of the runs of each kind at each budget."""
     results = record["results"]
     yield (
-        f"## {results['model']}, with training, {results['test_images']:,} images\n\n"
-        f"[{path.name}](../results/{path.name}): `{record['command']}`, {record['device']}, commit "
-        f"{str(record['commit'])[:10]}, {record['date'][:10]}. Uncompressed: {results['gmacs']:.3f} GMACs, top-1 "
-        f"{results['uncompressed']:.2f}.\n"
+        f"## {results['model']}, with training, {results['test_images']:,} images\n\n{origin(path, record)} "
+        f"Uncompressed: {results['gmacs']:.3f} GMACs, top-1 {results['uncompressed']:.2f}."
+        + (f" {record['note']}" if record.get("note") else "")
+        + "\n"
     )
-    yield "| budget | | GMACs | top-1 % | runs | epochs |"
-    yield "|---|---|---|---|---|---|"
-    for budget, known in results["budgets"].items():
-        yield f"| {budget} | searched, without tuning | {known['gmacs']:.3f} | {known['without tuning']:.2f} | | |"
+    yield from paper(results["paper"])
+    rows = [
+        [
+            budget,
+            "searched, without tuning",
+            f"{known['gmacs']:.3f}",
+            f"{known['without tuning']:.2f}",
+            "",
+            "",
+        ]
+        for budget, known in results["budgets"].items()
+    ]
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in results["runs"]:
-        kinds.setdefault((row["budget"], row["name"]), []).append(row)
-    for (budget, name), rows in sorted(kinds.items(), key=lambda item: -item[1][0]["gmacs"]):
-        mean = sum(row["test_accuracy"] for row in rows) / len(rows)
-        epochs = f"{min(row['epochs'] for row in rows)} of {rows[0]['of_epochs']}"
-        yield f"| {budget} | {name} | {rows[0]['gmacs']:.3f} | {mean:.2f} | {len(rows)} | {epochs} |"
+    for run in results["runs"]:
+        kinds.setdefault((run["budget"], run["name"]), []).append(run)
+    for (budget, name), runs in sorted(kinds.items(), key=lambda item: -item[1][0]["gmacs"]):
+        mean = sum(run["test_accuracy"] for run in runs) / len(runs)
+        epochs = f"{min(run['epochs'] for run in runs)} of {runs[0]['of_epochs']}"
+        rows.append([budget, name, f"{runs[0]['gmacs']:.3f}", f"{mean:.2f}", str(len(runs)), epochs])
+    yield from markdown_table.lines(("budget", "", "GMACs", "top-1 %", "runs", "epochs"), rows)
+    for left_out in results.get("left_out", []):
+        yield f"\nLeft out: {left_out}."
 
 
 def tables(results: dict[str, Any]) -> Iterator[str]:
     for table in results["tables"].values():
-        measured = [row for row in table["rows"] if "points" in row]
-        others = [row for row in table["rows"] if "points" not in row]
         yield f"### {table['title']}\n"
-        if isinstance(table["paper"], str):
-            yield f"The paper: {table['paper']}.\n"
-        elif all(isinstance(value, float | int) for value in table["paper"].values()):
-            numbers = ", ".join(f"{name} {value:g}" for name, value in table["paper"].items())
-            yield f"The paper: {numbers}.\n"
+        yield from paper(table["paper"])
+        measured = [row for row in table["rows"] if "points" in row]
+        races = [row for row in table["rows"] if "better" in row]
+        left_out = [row for row in table["rows"] if "left_out" in row]
         if measured:
-            lines = ["| budget | | GMACs | top-1 % | points | loss rise |", "|---|---|---|---|---|---|"]
-            for row in measured:
-                cells = [f"{row['budget']:.3g}", row["name"], f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
-                cells += [interval(row["points"], row["points_interval"], 2)]
-                cells += [interval(row["loss_rise"], row["loss_interval"], 3)]
-                lines.append(f"| {' | '.join(cells)} |")
-            yield "\n".join(lines) + "\n"
-        for row in others:
-            values = ", ".join(
-                f"{key} {value}" for key, value in row.items() if key not in ("name", "settings")
-            )
-            yield f"- {row['name']}: {values}"
-        if others:
-            yield ""
+            yield "\n".join(measurements(measured)) + "\n"
+        if races or left_out:
+            yield "\n".join([*map(race, races), *reasons(left_out)]) + "\n"
+        others = [row for row in table["rows"] if not row.keys() & {"points", "better", "left_out"}]
+        for keys in dict.fromkeys(tuple(row) for row in others):
+            header = ["" if key == "name" else key.replace("_", " ") for key in keys]
+            alike = [[shown(row[key]) for key in keys] for row in others if tuple(row) == keys]
+            yield "\n".join(markdown_table.lines(header, alike)) + "\n"
 
 
-def interval(value: float, ends: list[float], digits: int) -> str:
+def measurements(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Rows with an accuracy; beside it, where it is known, how they differ from the search at their budget."""
+    paired = any("to_search" in row for row in rows)
+    header = ["budget", "", "GMACs", "top-1 %", "points", "loss rise"]
+    header += ["points to the search", "loss to the search", "p"] if paired else []
+    lines = []
+    for row in rows:
+        cells = [f"{row['budget']:.3g}", with_note(row["name"], row.get("note") or off_budget(row))]
+        cells += [f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
+        cells += [interval(row["points"], row["points_interval"], 2)]
+        cells += [interval(row["loss_rise"], row["loss_interval"], 3)]
+        if paired and (to := row.get("to_search")):
+            cells += [interval(to["points"], to["points_interval"], 2)]
+            cells += [interval(to["loss_difference"], to["loss_interval"], 3), f"{to['mcnemar_p']:.2g}"]
+        lines.append(cells + [""] * (len(header) - len(cells)))
+    yield from markdown_table.lines(header, lines)
+
+
+def off_budget(row: dict[str, Any]) -> str:
+    """Where a row is not at equal MACs, and what batches of images that keep different numbers of tokens cost."""
+    said = []
+    if abs(row["gmacs"] / row["budget"] - 1) > TOLERANCE:
+        said.append(f"{100 * (row['gmacs'] / row['budget'] - 1):+.1f} % off the budget")
+    if "padded_gmacs" in row:
+        said.append(f"padded to {row['padded_gmacs']:.3f} GMACs in these batches")
+    return "; ".join(said)
+
+
+def race(row: dict[str, Any]) -> str:
+    """A race of random schedules against the searched one, in words."""
+    by = row["name"].removeprefix("the race by ")
+    said = [
+        f"The race by {by} at {row['budget']:.3g} GMACs: {row['better']:,} of {row['schedules']:,} random schedules "
+        f"ended with a lower {by} than the searched one, which is {row['rank_percent']:.2g} %."
+    ]
+    if "may_miss_percent" in row:
+        said.append(
+            f"Leaving early may have cost {row['may_miss_percent']:.2g} % of the better ones at most."
+        )
+    if "may_be_better_too" in row:
+        said.append(f"Of those that left early about {row['may_be_better_too']:,.0f} more may be better.")
+    if "rule" in row:
+        said.append(f"Its rule: {row['rule']}.")
+    parts = [f"{some:,} saw {images:,}" for some, images in zip(row["entered"], row["images"], strict=True)]
+    said.append(
+        f"Schedules and images: {', '.join(parts)}. {row['seconds']:.0f} s, {row['runners']} processes."
+    )
+    if not row["complete"]:
+        said.append("Time ended it before the last image.")
+    return "- " + " ".join(said)
+
+
+def reasons(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What was left out and why, each reason once."""
+    budgets: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        at = budgets.setdefault((row["name"], row["left_out"]), [])
+        at += [f"{row['budget']:.3g}"] if "budget" in row else []
+    for (name, reason), at in budgets.items():
+        where = f" at {', '.join(at)} GMACs" if at else ""
+        yield f"- Left out: {name}{where}: {reason}."
+
+
+def paper(numbers: Any) -> Iterator[str]:
+    """The paper's numbers: a sentence, a list, or a list for each of its models."""
+    if isinstance(numbers, dict) and any(isinstance(value, dict) for value in numbers.values()):
+        yield "The paper, on ImageNet-1k:\n"
+        yield "\n".join(f"- {name}: {shown(value)}" for name, value in numbers.items()) + "\n"
+    elif isinstance(numbers, dict):
+        yield f"The paper has {shown(numbers)}.\n"
+    else:
+        yield f"The paper: {numbers}.\n"
+
+
+def of_the_paper() -> Iterator[str]:
+    """The paper's tables that nothing here can be held against yet."""
+    yield "## The paper's tables of all budgets\n"
+    yield "Its own numbers, top-1 on ImageNet-1k (`reproduce/paper_tables.py`); none of it was run here.\n"
+    rows = []
+    for model, ((gmacs, top1), budgets) in paper_tables.ALL_BUDGETS.items():
+        rows.append([model, f"{gmacs:g}", f"{top1:.2f}, uncompressed", ""])
+        rows += [
+            [model, f"{at:g}", f"{off_the_shelf:.2f}", "" if tuned is None else f"{tuned:.2f}"]
+            for at, off_the_shelf, tuned in budgets
+        ]
+    yield from markdown_table.lines(("", "GMACs", "off the shelf", "tuned"), rows)
+    yield f"\nTrained from scratch: {shown(paper_tables.FROM_SCRATCH)}."
+    both = (f"{name} {miou:.2f} at {g:g} GMACs" for name, (g, miou, _) in paper_tables.SEGMENTATION.items())
+    yield f"\nSegmentation of ADE20k by Semantic FPN, mIoU: {', '.join(both)}."
+
+
+def shown(value: Any) -> str:
+    """Numbers of the paper or of a row; two together are GMACs and top-1."""
+    if isinstance(value, dict):
+        return "; ".join(f"{name}: {shown(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        if all(isinstance(each, float | int) for each in value):
+            return f"{value[1]:g} at {value[0]:g} G" if len(value) == 2 else ", ".join(map(shown, value))
+        return " and ".join(map(shown, value))
+    if isinstance(value, float | int) and abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def with_note(name: str, note: str) -> str:
+    return f"{name} ({note})" if note else name
+
+
+def interval(value: float, ends: Sequence[float], digits: int) -> str:
     return f"{value:+.{digits}f} [{ends[0]:+.{digits}f}, {ends[1]:+.{digits}f}]"
 
 

@@ -5,15 +5,25 @@ python reproduce/schedules_table.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import timm
 import torch
+from setting import without_images
 
 import diffrate
 from diffrate import published
 
+TITLE = "Published schedules"
+PAPER = "its figures of the cost are in the rows"
 
-def rows() -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
+
+def name(family: str, gmacs: float) -> str:
+    return f"{family} {gmacs}"
+
+
+def rows() -> Iterator[dict[str, Any]]:
     for family in published.FAMILIES:
         pool = "avg" if family.mean_pooled else "token"
         with torch.device("meta"):
@@ -21,21 +31,15 @@ def rows() -> list[dict[str, object]]:
         for row in published.table():
             if row["family"] == family.name:
                 schedule = diffrate.Schedule(row["prune"], row["merge"])
-                found.append(
-                    {
-                        "family": family.name,
-                        "paper_gmacs": row["gmacs"],
-                        "gmacs": diffrate.gmacs(model, schedule),
-                        "monotone": schedule.is_monotone,
-                        "prune": row["prune"],
-                        "merge": row["merge"],
-                    }
-                )
-    return found
+                yield {
+                    "name": name(family.name, row["gmacs"]),
+                    "paper_gmacs": row["gmacs"],
+                    "gmacs": diffrate.gmacs(model, schedule),
+                    "monotone": schedule.is_monotone,
+                    "prune": row["prune"],
+                    "merge": row["merge"],
+                }
 
 
 if __name__ == "__main__":
-    for row in rows():
-        rises = "" if row["monotone"] else "  counts rise; their running minimum runs"
-        print(f"{row['family']:12s} paper {row['paper_gmacs']:6.1f}  here {row['gmacs']:8.3f} GMACs{rises}")
-        print(f"    prune {row['prune']}\n    merge {row['merge']}")
+    without_images(__doc__, "schedules", TITLE, PAPER, rows())

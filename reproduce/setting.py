@@ -10,7 +10,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,7 @@ class Table:
     def add(self, name: str, **values: Any) -> None:
         row = {"name": name, **values}
         self.rows.append(row)
-        shown = "  ".join(
-            f"{key} {_shown(value)}" for key, value in values.items() if key not in ("settings",)
-        )
-        print(f"{name:34s} {shown}", flush=True)
+        print(_line(row), flush=True)
         save(self.setting)
 
     def measure(
@@ -235,6 +232,25 @@ def main(doc: str | None, *runs: Callable[[Setting], None]) -> None:
         sys.exit(f"Error: {error}")
 
 
+def without_images(
+    doc: str | None, name: str, title: str, paper: Any, rows: Iterable[dict[str, Any]]
+) -> None:
+    """Print the rows of a table that needs no model, and save them where --json says."""
+    flags = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--json", type=Path, help="write the rows here")
+    arguments = flags.parse_args()
+    try:
+        check_target(arguments.json)
+        rows = list(rows)
+        for row in rows:
+            print(_line(row), flush=True)
+        if arguments.json is not None:
+            results = {"tables": {name: {"title": title, "paper": paper, "rows": rows}}}
+            write_results(arguments.json, shlex.join(["python", *sys.argv]), results)
+    except DiffRateError as error:
+        sys.exit(f"Error: {error}")
+
+
 def _embedded_batches(count: int | None) -> list[tuple[Tensor, Tensor]]:
     images, labels = embedded.images("test")
     chosen = _spread(len(labels), count)
@@ -259,6 +275,11 @@ def _spread(total: int, count: int | None) -> Tensor:
     if count is None or count >= total:
         return torch.arange(total)
     return torch.linspace(0, total - 1, count).round().long()
+
+
+def _line(row: dict[str, Any]) -> str:
+    values = (f"{key} {_shown(value)}" for key, value in row.items() if key not in ("name", "settings"))
+    return f"{row['name']:34s} {'  '.join(values)}"
 
 
 def _shown(value: Any) -> str:

@@ -160,7 +160,7 @@ def test_processes_have_the_losses_of_each_schedule_alone(load, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_published_schedules_cost_what_the_paper_says(load) -> None:
-    rows = load("schedules_table").rows()
+    rows = list(load("schedules_table").rows())
     assert len(rows) > 20
     for row in rows:
         assert row["gmacs"] == pytest.approx(row["paper_gmacs"], rel=0.1)  # the paper writes 0.6 for 0.655
@@ -174,36 +174,59 @@ def test_overhead(load) -> None:
     assert 0 < counted["overhead_percent"] < 1
 
 
-def test_the_page_is_what_the_results_say(load, small, tmp_path: Path) -> None:
-    page = load("page")
-    assert page.PAGE.read_text() == page.page(), "run python reproduce/page.py"
+def test_a_table_without_images_is_saved_as_the_page_reads_it(
+    load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, overhead = tmp_path / "reproduce_overhead.json", load("overhead")
+    monkeypatch.setattr(sys, "argv", ["reproduce/overhead.py", "--json", str(file)])
+    rows = ({"name": name, "overhead_percent": 0.25} for name in (overhead.FORMULAS, *overhead.MODELS))
+    load("setting").without_images("doc", "overhead", overhead.TITLE, overhead.PAPER, rows)
+    assert "deit_base_patch16_224              overhead_percent 0.25\n" in capsys.readouterr().out
+    assert json.loads(file.read_text())["command"] == f"python reproduce/overhead.py --json {file}"
+    text = load("page").page(tmp_path)
+    assert "## Without images\n\n[reproduce_overhead.json]" in text
+    assert "| deit_base_patch16_224 | 0.25 |" in text
+    assert (
+        "| Overhead | `overhead.py` |  |  | [reproduce_overhead.json](../results/reproduce_overhead.json) |"
+        in text
+    )
+
+
+def test_all_experiments_each_save_a_file_that_the_page_reads(
+    load, small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: ModuleType = load("all")
+    found = module.results_file(Path("results"), "vit_tiny_patch16_224.augreg", "transfer", "NVIDIA H200")
+    assert found == Path("results/reproduce_vit_tiny_transfer_h200.json")
+    monkeypatch.setattr(module.shared, "setting", lambda _: small)
+    tables = {"one": "sorting_metric", "two": "transfer"}
+    monkeypatch.setattr(
+        module,
+        "experiments",
+        lambda _=0: {
+            name: lambda setting, key=key: load("setting").Table(setting, key, key, "a figure").add("x")
+            for name, key in tables.items()
+        },
+    )
+    monkeypatch.setattr(sys, "argv", ["all.py", "--json-dir", str(tmp_path / "results")])
+    module.main()
+    for name, key in tables.items():
+        saved = json.loads((tmp_path / "results" / f"reproduce_small_{name}_cpu.json").read_text())
+        assert list(saved["results"]["tables"]) == [key]
+
+
+def test_what_an_experiment_saves_is_on_the_page(load, small, tmp_path: Path) -> None:
     load("sorting_metric").run(small)
-    load("setting").Table(small, "race", "A race", "a figure").add("the race", better=3, rank_percent=0.3)
     (tmp_path / "rows.json").rename(tmp_path / "reproduce_small.json")
-    text = page.page(tmp_path)
+    text = load("page").page(tmp_path)
     (row,) = [row for row in small.tables["sorting_metric"]["rows"] if row["name"] == "image-attention"]
     assert f"| image-attention | {row['gmacs']:.3f} | {row['top1']:.2f} | {row['points']:+.2f} [" in text
-    assert "The paper: random 79.72, " in text
-    assert "- the race: better 3, rank_percent 0.3" in text
-    link = "[reproduce_small.json](../results/reproduce_small.json)"
-    assert f"| Ablation, sorting metric | `sorting_metric.py` | {link} |" in text
-    assert "| Ablation, compression module | `operation_order.py` | not run |" in text
-    runs = [
-        {
-            "name": "spvit, fine-tuned",
-            "budget": "50%",
-            "gmacs": 0.17,
-            "test_accuracy": accuracy,
-            "epochs": epochs,
-        }
-        | {"of_epochs": 4}
-        for accuracy, epochs in ((90.0, 4), (91.0, 3))
-    ]
-    training = {"model": "small", "test_images": 10, "gmacs": 0.35, "uncompressed": 92.0, "runs": runs}
-    training["budgets"] = {"50%": {"gmacs": 0.17, "without tuning": 89.0}}
-    record = {"results": training, "command": "x", "device": "y", "commit": "z", "date": "2026-01-01"}
-    (tmp_path / "with_training_small.json").write_text(json.dumps(record))
-    assert "| 50% | spvit, fine-tuned | 0.170 | 90.50 | 2 | 3 of 4 |" in page.page(tmp_path)
+    link = "[reproduce_small.json](../results/reproduce_small.json) (in part: 1 of 3 budgets)"
+    assert (
+        f"| Ablation, sorting metric | `sorting_metric.py` | small | {small.budgets[0]:.3g} | {link} |"
+        in text
+    )
+    assert "| Ablation, compression module | `operation_order.py` | embedded |  | not run |" in text
 
 
 def test_runs_with_training_are_compared_with_those_without(

@@ -1,0 +1,185 @@
+"""Which tables and figures of the paper were run here, on which models and at which budgets, and what is missing.
+
+What a table should have is what its file would write today, on both models and at three budgets where the file takes
+several: a run that ended early, by itself or by hand, and one from before a row was added, are "in part".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import improvements
+import markdown_table
+import operation_order
+import optimisation_time
+import overhead
+import schedules_table
+import sorting_metric
+import with_training
+from number_of_images import COUNTS
+
+from diffrate import published
+from diffrate.methods import METHODS
+
+BOTH = ("embedded", "vit_tiny_patch16_224")
+SEARCH_IMAGES = 1000  # of both
+DEPTH, TOKENS = 12, 197  # of both
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure: its file here, and where its results lie."""
+
+    name: str
+    file: str
+    key: str  # a table in reproduce_*.json, or files by their names
+    models: tuple[str, ...] = ()  # on which it should be run
+    rows: tuple[str, ...] = ()  # that it should have, at each budget
+    budgets: int = 1
+    on: str = ""  # the model, where the files do not name it
+    accuracy: bool = False  # whether the rows of its files should have one
+
+
+EXPERIMENTS = (
+    Experiment(
+        "Table 1, off the shelf", "off_the_shelf.py", "off_the_shelf",
+        (*BOTH, "DeiT and MAE models, ImageNet"), tuple(METHODS), 3,
+    ),
+    Experiment("Table 1, LV-ViT-S", "off_the_shelf.py --model lvvit_s", "reproduce_lvvit*", ("LV-ViT-S, ImageNet",)),
+    Experiment(
+        "Table 2, with training, and from scratch", "with_training.py", "with_training_*",
+        ("DeiT and MAE models, ImageNet",),
+        (
+            with_training.WHOLE + with_training.TUNED, with_training.TUNED, with_training.WHOLE + with_training.SCRATCH,
+            with_training.SCRATCH, *(f"{name}, {with_training.TUNED}" for name in with_training.RIVALS),
+        ),
+    ),
+    Experiment("Training speed", "training_speed.py", "training_speed_*"),
+    Experiment("Table 3, several constraints", "hardware_table.py", "hardware_*", accuracy=True),
+    Experiment("Ablation, sorting metric", "sorting_metric.py", "sorting_metric", BOTH, tuple(sorting_metric.PAPER), 3),
+    Experiment(
+        "Ablation, compression module", "operation_order.py", "operation_order", BOTH,
+        (*operation_order.PAPER, *operation_order.MORE), 3,
+    ),
+    Experiment(
+        "Ablation, number of images", "number_of_images.py", "number_of_images", BOTH,
+        tuple(f"{count} images" for count in COUNTS if count <= SEARCH_IMAGES),
+    ),
+    Experiment(
+        "Ablation, optimisation time", "optimisation_time.py", "optimisation_time", BOTH,
+        tuple(f"{steps} steps" for steps in optimisation_time.STEPS),
+    ),
+    Experiment(
+        "Figure, 10,000 random schedules", "schedule_comparison.py", "schedule_comparison", BOTH,
+        ("search", "the race by loss", "the race by divergence"), 3,
+    ),
+    Experiment(
+        "Figure, schedule transfer", "transfer.py", "transfer", BOTH,
+        ("its own", *(f"from {f.name}" for f in published.FAMILIES if (f.depth, f.tokens) == (DEPTH, TOKENS))), 3,
+    ),
+    Experiment("Figures 1 and 5, what is pruned and merged", "visualisation.py", "visualisation_*"),
+    Experiment(
+        "Table, published schedules", "schedules_table.py", "schedules",
+        rows=tuple(schedules_table.name(row["family"], row["gmacs"]) for row in published.table()),
+    ),
+    Experiment("Overhead", "overhead.py", "overhead", rows=(overhead.FORMULAS, *overhead.MODELS)),
+    Experiment(
+        "CAFormer-S36", "off_the_shelf.py --model caformer_s36", "reproduce_caformer*", ("CAFormer-S36, ImageNet",)
+    ),
+    Experiment(
+        "Segmentation", "`diffrate segment`", "segmentation_*", ("CAFormer-S36, ADE20k: the paper's",),
+        on="ViT-Ti, CamVid",
+    ),
+    Experiment(
+        "beyond the paper: the operator's options", "improvements.py", "improvements", BOTH,
+        tuple(improvements.VARIANTS), 3,
+    ),
+    Experiment("beyond the paper: seeds of the search", "little_data.py", "search_vit_tiny_h200", on=BOTH[1]),
+    Experiment("beyond the paper: milliseconds", "milliseconds.py", "milliseconds_*"),
+    Experiment("beyond the paper: speed", "speed.py", "speed_*"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """One file that has an experiment, in part or whole."""
+
+    path: Path
+    model: str
+    budgets: str
+    missing: str  # in words; nothing where it is whole
+
+
+def lines(results: Path) -> Iterator[str]:
+    """Every table and figure, the files that have it and the models that it was not run on."""
+    yield "## What was run, and what was not\n"
+    yield from markdown_table.lines(("", "file", "model", "budgets", "results"), rows(results))
+
+
+def rows(results: Path) -> Iterator[tuple[str, ...]]:
+    for each in EXPERIMENTS:
+        file = each.file if each.file.startswith("`") else f"`{each.file}`"
+        found = list(where(results, each))
+        for run in found:
+            part = f" (in part: {run.missing})" if run.missing else ""
+            link = f"[{run.path.name}](../results/{run.path.name})"
+            yield each.name, file, run.model, run.budgets, link + part
+        never = [model for model in each.models if model not in {run.model for run in found}]
+        for model in never if found else never or [""]:
+            yield each.name, file, model, "", "not run"
+
+
+def where(results: Path, each: Experiment) -> Iterator[Found]:
+    for path in sorted(results.glob(f"{each.key}.*")):
+        if path.suffix != ".json":
+            yield Found(path, each.on or BOTH[0], "", "")
+            continue
+        record = json.loads(path.read_text(encoding="utf-8"))["results"]
+        # Budgets of training, or of segmentation, where the whole model is one of the scores.
+        budgets = record.get("budgets") or [name for name in record.get("scores", ()) if name != "whole"]
+        missing = missing_runs(record["runs"], each.rows) if "runs" in record else ""
+        if each.accuracy and not any("top1" in row for row in record["rows"].values()):
+            missing = "without accuracy"
+        yield Found(path, models_of(record) or each.on, ", ".join(budgets), missing)
+    for path in sorted(results.glob("reproduce_*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))["results"]
+        table = record["tables"].get(each.key)
+        if table is not None:
+            budgets, missing = missing_rows(table["rows"], each)
+            model = record.get("model", "") if each.models else ""
+            yield Found(path, model, ", ".join(f"{budget:.3g}" for budget in budgets), missing)
+
+
+def missing_rows(rows: Iterable[dict[str, Any]], each: Experiment) -> tuple[list[float], str]:
+    """The budgets of a table, and what it has not of the rows that it should have."""
+    at: dict[float | None, set[str]] = {}
+    for row in rows:
+        late = "time" in str(row.get("left_out", "")) or not row.get("complete", True)
+        at.setdefault(row.get("budget"), set()).update(set() if late else {row["name"]})
+    budgets = [budget for budget in at if budget is not None]
+    groups = [at[budget] for budget in budgets] or list(at.values())
+    nowhere = [name for name in each.rows if not any(name in names for names in groups)]
+    if len(nowhere) == len(each.rows):
+        return budgets, "no row"
+    whole = sum(set(each.rows) - set(nowhere) <= names for names in groups)
+    said = [f"{whole} of {each.budgets} budgets"] if whole < each.budgets else []
+    return budgets, "; ".join(said + ([f"without {', '.join(nowhere)}"] if nowhere else []))
+
+
+def missing_runs(runs: Sequence[dict[str, Any]], expected: Iterable[str]) -> str:
+    """The trainings that there are not, and those that ended early."""
+    there = dict.fromkeys(run["name"] for run in runs)
+    early = dict.fromkeys(run["name"] for run in runs if run["epochs"] < run["of_epochs"])
+    none = [name for name in expected if name not in there]
+    said = {"without": none, "ended before the last epoch:": early}
+    return "; ".join(f"{words} {'; '.join(names)}" for words, names in said.items() if names)
+
+
+def models_of(record: dict[str, Any]) -> str:
+    rows = record.get("rows", [])
+    named = [row["model"] for row in rows if "model" in row] if isinstance(rows, list) else []
+    return str(record.get("model") or ", ".join(dict.fromkeys(named)))
