@@ -1,8 +1,18 @@
 """Ablation (d): how long a search must run. DeiT-B at 11.5 GMACs there, GPU hours on all of ImageNet.
 
-Here the steps of the fast recipe at the tightest budget, with seconds on this machine. Cost: a search each.
+Here the steps of the fast recipe at the tightest budget, with seconds on this machine.
 
-    python reproduce/optimisation_time.py --json results/optimisation_time_embedded.json
+Cost: a search each: five, of 12 to 51 s on a shared H200 with ViT-Ti; with the embedded model on two CPU cores 30 s for
+10 steps and 168 s for 120.
+
+Measured here: results/reproduce_vit_tiny_more_h200.json, before merges kept norms, ViT-Ti at 0.655 GMACs: the loss
+rises by 0.061 after 10 steps, 0.052 after 120, 0.057 after 240. The embedded model, without 240 steps:
+results/reproduce_embedded_cpu.json.
+
+    python reproduce/optimisation_time.py --json results/reproduce_embedded_optimisation_time_cpu.json
+    python reproduce/optimisation_time.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
+        --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G \\
+        --json results/reproduce_vit_tiny_optimisation_time_h200.json
 """
 
 from __future__ import annotations

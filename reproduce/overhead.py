@@ -3,7 +3,12 @@
 The paper, for DeiT-S with 196 tokens: 4.7 k parameters and 0.24 M FLOPs for the search's proxies, 1.36 M FLOPs a block
 for sorting and matching 20 tokens. The search by measured slopes (`--recipe fast`) adds no parameters at all.
 
-    python reproduce/overhead.py
+Cost: twenty seconds on a busy CPU core.
+
+Measured here: results/reproduce_overhead_cpu.json: by torch's counter, ranking and matching are 0.30 % of the MACs of
+DeiT-T at 0.8 GMACs, 0.16 % of DeiT-S at 2.9 and 0.08 % of DeiT-B at 11.5. The formulas give 4,704 parameters.
+
+    python reproduce/overhead.py --json results/reproduce_overhead_cpu.json
 """
 
 from __future__ import annotations

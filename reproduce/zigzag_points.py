@@ -1,8 +1,11 @@
 """Price matrix products of DeiT-S on Gemmini designs with zigzag-dse, as a check on this package's own model.
 
-Command: python reproduce/zigzag_points.py tests/costs/zigzag_points.json
 Cost: about six minutes on one core (zigzag-dse searches the best mapping of every product). tests/costs/test_zigzag.py
 compares the points with diffrate's model, and prices some of them anew.
+
+Measured here: tests/costs/zigzag_points.json, the first of 72: 197 x 384 x 1152 in 349,274 cycles.
+
+    python reproduce/zigzag_points.py tests/costs/zigzag_points.json
 """
 
 from __future__ import annotations
