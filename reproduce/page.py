@@ -71,6 +71,7 @@ def heading(path: Path, record: dict[str, Any]) -> str:
 
 
 def comparison(results: dict[str, Any]) -> Iterator[str]:
+    timed = any(row.get("speed") for row in results["rows"])
     header = [
         "budget",
         "method",
@@ -83,7 +84,7 @@ def comparison(results: dict[str, Any]) -> Iterator[str]:
     ]
     rows = []
     for row in results["rows"]:
-        whole, first = row["to_uncompressed"], row["to_first"]
+        whole, first, speed = row["to_uncompressed"], row["to_first"], row.get("speed")
         cells = [f"{row['budget']:.3g}", with_note(row["method"], row["note"])]
         cells += [f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
         cells += [interval(whole["top1_difference"], whole["top1_interval"], 2)]
@@ -91,8 +92,9 @@ def comparison(results: dict[str, Any]) -> Iterator[str]:
         cells += ["", ""] if first is None else [
             interval(first["top1_difference"], first["top1_interval"], 2), f"{first['mcnemar_p']:.2g}"
         ]  # fmt: skip
-        rows.append(cells)
-    yield from markdown_table.lines(header, rows)
+        cells += [f"{speed['images_per_second']:,.0f}", f"{speed['of_uncompressed']:.2f}"] if speed else []
+        rows.append(cells + [""] * 2 * (timed and not speed))
+    yield from markdown_table.lines(header + ["images/s", "of uncompressed"] * timed, rows)
     for left_out in results["left_out"]:
         yield f"\nLeft out: {left_out}."
 
@@ -149,28 +151,28 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
 
 
 def measurements(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Rows with an accuracy; beside it, where it is known, how they differ from the search at their budget."""
-    paired = any("to_search" in row for row in rows)
-    header = ["budget", "", "GMACs", "top-1 %", "points", "loss rise"]
-    header += ["points to the search", "loss to the search", "p"] if paired else []
+    """Rows with an accuracy; beside it, where they are known, the operator and how they differ from the search."""
+    named, paired = (any(key in row for row in rows) for key in ("operator", "to_search"))
+    header = ["budget", "", *["operator"] * named, "GMACs", "top-1 %", "points", "loss rise"]
+    header += ["points to the search", "loss to the search", "p"] * paired
     lines = []
     for row in rows:
-        cells = [f"{row['budget']:.3g}", with_note(row["name"], row.get("note") or off_budget(row))]
+        cells = [f"{row['budget']:.3g}", with_note(row["name"], cost_note(row))]
+        cells += [row.get("operator", "")] * named
         cells += [f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
         cells += [interval(row["points"], row["points_interval"], 2)]
         cells += [interval(row["loss_rise"], row["loss_interval"], 3)]
-        if paired and (to := row.get("to_search")):
+        if to := row.get("to_search"):
             cells += [interval(to["points"], to["points_interval"], 2)]
             cells += [interval(to["loss_difference"], to["loss_interval"], 3), f"{to['mcnemar_p']:.2g}"]
         lines.append(cells + [""] * (len(header) - len(cells)))
     yield from markdown_table.lines(header, lines)
 
 
-def off_budget(row: dict[str, Any]) -> str:
+def cost_note(row: dict[str, Any]) -> str:
     """Where a row is not at equal MACs, and what batches of images that keep different numbers of tokens cost."""
-    said = []
-    if abs(row["gmacs"] / row["budget"] - 1) > TOLERANCE:
-        said.append(f"{100 * (row['gmacs'] / row['budget'] - 1):+.1f} % off the budget")
+    off = row["gmacs"] / row["budget"] - 1
+    said = [f"{100 * off:+.1f} % off the budget"] if abs(off) > TOLERANCE else []
     if "padded_gmacs" in row:
         said.append(f"padded to {row['padded_gmacs']:.3f} GMACs in these batches")
     return "; ".join(said)

@@ -53,13 +53,39 @@ def test_rows_say_when_they_are_off_their_budget_and_what_batches_cost(load, tmp
     rows = [
         measured("ats", 1.0, gmacs=1.021, padded_gmacs=1.0951),
         measured("tome", 1.0, gmacs=0.992),
-        measured("evit", 1.0, gmacs=0.98, note="a note of its own"),
+        measured("evit", 1.0, gmacs=0.98, note="-2.0 % off the budget", operator="the paper's"),
     ]
     written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": rows}})
     text = load("page").page(tmp_path)
-    assert "| ats (+2.1 % off the budget; padded to 1.095 GMACs in these batches) | 1.021 |" in text
-    assert "| tome | 0.992 | 80.00 | -1.50 [-2.00, -1.00] | +0.100 [+0.050, +0.150] |" in text
-    assert "| evit (a note of its own) | 0.980 |" in text
+    assert "| ats (+2.1 % off the budget; padded to 1.095 GMACs in these batches) |  | 1.021 |" in text
+    assert "| tome |  | 0.992 | 80.00 | -1.50 [-2.00, -1.00] | +0.100 [+0.050, +0.150] |" in text
+    assert "| evit (-2.0 % off the budget) | the paper's | 0.980 |" in text
+
+
+def test_compared_methods_have_their_speed_where_it_was_timed(load, tmp_path: Path) -> None:
+    to = {
+        "top1_difference": -0.5,
+        "top1_interval": [-1.0, 0.0],
+        "loss_difference": 0.1,
+        "loss_interval": [0.0, 0.2],
+    }
+    row = {"budget": 0.8, "gmacs": 0.8, "top1": 80.0, "to_uncompressed": to, "note": ""}
+    speed = {"images_per_second": 12345.6, "of_uncompressed": 1.456}
+    rows = [
+        {**row, "method": "tome", "to_first": None, "speed": speed},
+        {**row, "method": "evit", "to_first": {**to, "mcnemar_p": 0.04}, "speed": None},
+    ]
+    whole = {"gmacs": 1.0, "top1": 80.5, "loss": 0.3, "images": 10}
+    results = {"model": "small", "uncompressed": whole, "rows": rows, "left_out": ["spvit: untrained"]}
+    (tmp_path / "compare_x.json").write_text(json.dumps({**ORIGIN, "results": results}))
+    text = load("page").page(tmp_path)
+    assert "| points to the first method | p | images/s | of uncompressed |\n" in text
+    assert (
+        "| tome | 0.800 | 80.00 | -0.50 [-1.00, +0.00] | +0.100 [+0.000, +0.200] |  |  | 12,346 | 1.46 |\n"
+        in text
+    )
+    assert "| -0.50 [-1.00, +0.00] | 0.04 |  |  |\n" in text
+    assert "\nLeft out: spvit: untrained.\n" in text
 
 
 def test_rows_are_paired_with_the_search_where_that_is_known(load, tmp_path: Path) -> None:
