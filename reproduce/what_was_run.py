@@ -158,7 +158,7 @@ def missing_rows(rows: Iterable[dict[str, Any]], each: Experiment) -> tuple[list
     """The budgets of a table, and what it has not of the rows that it should have."""
     at: dict[float | None, set[str]] = {}
     for row in rows:
-        late = "time" in str(row.get("left_out", "")) or not row.get("complete", True)
+        late = row.get("left_out") == "out of time" or not row.get("complete", True)
         at.setdefault(row.get("budget"), set()).update(set() if late else {row["name"]})
     budgets = [budget for budget in at if budget is not None]
     groups = [at[budget] for budget in budgets] or list(at.values())

@@ -194,9 +194,10 @@ def test_what_was_run_on_which_model_and_at_which_budgets(load, tmp_path: Path) 
         measured("search", 0.7),
         *({"name": f"the race by {by}", **race} for by in ("loss", "divergence")),
     ]
+    left_out = {"name": "merge", "budget": 0.9, "left_out": "out of time"}
     tables = {
         "sorting_metric": {"rows": whole},
-        "operation_order": {"rows": [measured("prune", 0.9), {"name": "merge", "left_out": "out of time"}]},
+        "operation_order": {"rows": [measured("prune", 0.9), left_out]},
         "optimisation_time": {"rows": steps[:-1]},
         "schedule_comparison": {"rows": races},
         "transfer": {"rows": []},
