@@ -167,7 +167,7 @@ def missing_rows(rows: Iterable[dict[str, Any]], each: Experiment) -> tuple[list
         return budgets, "no row"
     whole = sum(set(each.rows) - set(nowhere) <= names for names in groups)
     said = [f"{whole} of {each.budgets} budgets"] if whole < each.budgets else []
-    return budgets, "; ".join(said + ([f"without {', '.join(nowhere)}"] if nowhere else []))
+    return budgets, "; ".join(said + ([f"without {'; '.join(nowhere)}"] if nowhere else []))
 
 
 def missing_runs(runs: Sequence[dict[str, Any]], expected: Iterable[str]) -> str:
