@@ -223,11 +223,13 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                     wide_mixed = F.scaled_dot_product_attention(*wide_pair, v, scale=d**-0.5)
                     errors["wide"] = error(wide_mixed, wanted) / 8
                     errors["wide row"] = error(wide_logits, logits.double()) / 8
-                if n <= ops.MOST_KEYS and d <= 64:
-                    learned, learned_logits, log_sum = torch.ops.diffrate.learn(q, k, v, size, d**-0.5, True)
-                    errors["learn"] = error(learned, wanted) / 8
-                    errors["learn's row"] = error(learned_logits, logits.double()) / 8
-                    errors["learn back"] = gradient_error(q, k, v, size, learned, log_sum) / 8
+                if size is not None and n <= ops.MOST_KEYS and d <= 64:
+                    learned, learned_logits, log_sum = torch.ops.diffrate.attend_training(
+                        q, k, v, size, d**-0.5, True
+                    )
+                    errors["in training"] = error(learned, wanted) / 8
+                    errors["in training, row"] = error(learned_logits, logits.double()) / 8
+                    errors["in training, gradient"] = gradient_error(q, k, v, size, learned, log_sum) / 8
                 assert all(e < tolerance for e in errors.values()), (dtype, b, heads, n, d, errors)
                 sorted_by = importance[:, 1:].argsort(dim=-1, descending=True, stable=True) + 1
                 assert torch.equal(order[:, 1:].long(), sorted_by), "order"
@@ -274,9 +276,9 @@ def reduction_error(
 def gradient_error(
     q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, mixed: Tensor, log_sum: Tensor
 ) -> float:
-    """Of learn_back, at a gradient as large as the values."""
+    """Of attend_back, at a gradient as large as the values."""
     scale, gradient = q.shape[-1] ** -0.5, v.flip(0)
-    found = ops.learn_back(gradient, q, k, v, size, scale, mixed, log_sum)
+    found = ops.attend_back(gradient, q, k, v, size, scale, mixed, log_sum)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     mask = None if size is None else size.double().log()[:, None, None]
     wanted = F.scaled_dot_product_attention(*exact, attn_mask=mask, scale=scale)
@@ -355,11 +357,11 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
             "reduce, merge by cost, norms kept": lambda x=x, i=importance, o=order, s=size, n=n, k=keep: (
                 ops.reduce(x, i, o, s, 1, n, k, "attention", True, 0.0, True)
             ),
-            "the same, fp32": lambda x=full, i=importance, o=order, s=size, n=n, k=keep: ops.reduce(
-                x, i, o, s, 1, n, k, "attention", True, 0.0, True
+            "reduce, merge by cost, norms kept, fp32": lambda x=full, i=importance, o=order, s=size, n=n, k=keep: (
+                ops.reduce(x, i, o, s, 1, n, k, "attention", True, 0.0, True)
             ),
-            "the same, fp32, plain": lambda t=tokens, i=importance, n=n, k=keep: reduce_tokens(
-                t, i[:, 1:], n, k, OPERATOR
+            "reduce, merge by cost, norms kept, fp32, plain": lambda t=tokens, i=importance, n=n, k=keep: (
+                reduce_tokens(t, i[:, 1:], n, k, OPERATOR)
             ),
             "copy of what is kept": lambda x=x, k=keep: x[:, :k].contiguous(),
         }
@@ -370,7 +372,7 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
 def attention_in_training(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
     """Forward and backward of attention, with the sizes of tokens and without, in milliseconds."""
     heads, d = 6, 64
-    for n in (127, 98, 66, 37):
+    for n in (197, 156, 127, 98, 66, 37):
         shape = (batch, n, 3, heads, d)
         q, k, v = torch.randn(shape, device=device, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4).unbind(0)
         learning = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -380,7 +382,7 @@ def attention_in_training(device: torch.device, batch: int) -> Iterator[dict[str
         ways: dict[str, Callable[[], Tensor]] = {
             "sdpa": lambda a=attention: mix(a, None),
             "sdpa + bias": lambda a=attention, s=log_size: mix(a, s),
-            "learn": lambda a=attention, s=size: kernels._learned(a, s, True)[0],
+            "our kernel": lambda a=attention, s=size: kernels._attend_training(a, s, True)[0],
         }
         for name, forward in ways.items():
             taken = milliseconds(functools.partial(backward, forward, learning), device)
