@@ -156,6 +156,36 @@ def test_parts_make_up_the_batch_and_keep_the_pairs_that_are_mixed(parts: int) -
         assert torch.equal(part_targets, targets[chosen])
 
 
+def test_a_resumed_run_shows_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of 20 images' steps of 8 an epoch: stopped after three steps, within the second epoch."""
+    bars, clock = [], iter(range(10_000))
+    bar = training_loop.Bar
+    monkeypatch.setattr(
+        training_loop, "Bar", lambda *given, **more: bars.append(bar(*given, **more)) or bars[-1]
+    )
+    monkeypatch.setattr(training_loop.time, "monotonic", lambda: float(next(clock)))
+    step = training_loop.Run._step
+
+    def interrupted(run: training_loop.Run, parts: object) -> Tensor:
+        if run.now.step == 3:
+            run._save()
+            raise KeyboardInterrupt
+        return step(run, parts)
+
+    monkeypatch.setattr(training_loop.Run, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(tmp_path)
+    monkeypatch.setattr(training_loop.Run, "_step", step)
+    trained = tune(tmp_path, resume=True)
+    first, resumed = (each.bar.tasks[0] for each in bars)
+    assert (first.completed, resumed.completed, resumed.total) == (3, 6, 6)
+    whole, half, last = (epoch["seconds"] for epoch in trained.history)
+    assert half == pytest.approx(
+        whole, rel=0.35
+    )  # what the whole epoch would have taken, by a clock of its own
+    assert last == pytest.approx(whole, rel=0.35)
+
+
 @pytest.mark.parametrize("resident", [True, False])
 def test_processes_together_see_what_one_sees(resident: bool) -> None:
     recipe = Recipe(batch_size=8, accumulate=2, crop_padding=2, rand_augment=5, erasing=0.5, repeats=1)

@@ -194,7 +194,6 @@ class Run:
             _set_checkpointing(model, True)
         self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.gradients = Gradients(self.prepared, self.objective, recipe, self.accelerator)
-        self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps)
         self.now = Progress()
         if resume and (output / STATE).is_file():
             average = None if self.ema is None else self.ema.module
@@ -203,6 +202,7 @@ class Run:
                 self.accelerator.scaler.load_state_dict(self.now.scaler)
             self.begin -= self.now.seconds
             self.scheduler.step_update(self.now.step)
+        self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps, done=self.now.step)
         self.accelerator.wait_for_everyone()
 
     def to_the_end(self, max_minutes: float) -> Trained:
@@ -246,9 +246,11 @@ class Run:
             )
             raise DiffRateError(f"the loss became {mean} in epoch {epoch}; {kept}: try a lower learning rate")
         now.loss = 0.0
+        took = time.monotonic() - start
+        rate = (now.step - first) * self.recipe.batch_size / took
         score = self._accuracy()
-        seconds = time.monotonic() - start
-        rate = (now.step - first) * self.recipe.batch_size / seconds
+        # Of an epoch that began before a resumption, what all of it would have taken.
+        seconds = took * (self.steps / (now.step - first) - 1) + time.monotonic() - start
         lr = max(group["lr"] / group.get("lr_scale", 1) for group in self.optimizer.param_groups)
         now.history.append({"loss": mean, "accuracy": score, "lr": lr, "seconds": seconds})
         self._keep(score, epoch)

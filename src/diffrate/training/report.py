@@ -11,9 +11,12 @@ from diffrate.training.recipe import Recipe
 
 
 class Bar:
-    """The bar is for terminals; the lines are for logs too."""
+    """The bar is for terminals; the lines are for logs too.
 
-    def __init__(self, shown: bool, recipe: Recipe, steps: int) -> None:
+    steps, done  of an epoch, and those that a resumed run has behind it, which tell nothing of its pace.
+    """
+
+    def __init__(self, shown: bool, recipe: Recipe, steps: int, done: int = 0) -> None:
         self.recipe, self.steps = recipe, steps
         console = Console(quiet=not shown, stderr=True)
         self.bar = bars.Progress(
@@ -27,7 +30,7 @@ class Bar:
             disable=not shown or not console.is_terminal,
         )
         self.console = self.bar.console
-        self.task = self.bar.add_task("training", total=recipe.epochs * steps, pace="")
+        self.task = self.bar.add_task("training", total=recipe.epochs * steps, completed=done, pace="")
 
     def __enter__(self) -> Bar:
         self.bar.start()
