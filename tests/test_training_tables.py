@@ -77,9 +77,9 @@ def test_accuracy(tables):
         "uncompressed": 92.0,
         "test_images": 10_000,
         "budgets": {"50%": budget},
-        "runs": [run],
+        "runs": [run, {**run, "name": "uncompressed, from scratch", "test_accuracy": 91.9}],
     }
     text = tables["accuracy"]({"results": results})
-    assert "| all (0.350 G) | 92.00 | 92.10 | | |" in text
-    assert "Epochs: uncompressed, fine-tuned 4 of 5." in text
+    assert "| all (0.350 G) | 92.00 | 92.10 | 91.90 | |" in text
+    assert "Epochs: uncompressed, fine-tuned 4 of 5; uncompressed, from scratch 4 of 5." in text
     assert "| 50% (0.175 G) | 90.00 | 91.50 ± 0.12 |  | 75% |" in text
