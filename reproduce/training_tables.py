@@ -151,7 +151,8 @@ def times(record: dict[str, Any]) -> str:
     ]
     for row in results["rows"]:
         what = (row["gmacs"], row["batch_size"], row["mode"])
-        if row["name"].startswith("oracle") or row["name"].endswith("plain") or what in seen:
+        others = row["name"].startswith("oracle") or row["name"].endswith(("plain", "by product"))
+        if others or what in seen:
             continue
         seen.add(what)
         images = row["batch_size"]

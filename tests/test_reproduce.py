@@ -296,11 +296,13 @@ def test_training_speed(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(load("training_speed"), "load_model", lambda *_, **__: narrow)
     arguments = argparse.Namespace(
         model="vit_tiny_patch16_224", budgets="0.8", batch_sizes="1", modes="eager", repeats=1, minutes=5.0,
-        profile=False, device="cpu", json=tmp_path / "rows.json", turns=f"{tmp_path / 'turns'},1",
+        profile=False, products=True, device="cpu", json=tmp_path / "rows.json", turns=f"{tmp_path / 'turns'},1",
     )  # fmt: skip
     load("training_speed").run(arguments)
     rows = json.loads((tmp_path / "rows.json").read_text())["results"]["rows"]
-    assert [row["name"] for row in rows] == ["uncompressed", "oracle slice", "0.8"]
-    whole, oracle, ours = rows
+    assert [row["name"] for row in rows] == [
+        "uncompressed", "uncompressed, patches by product", "oracle slice", "oracle slice, patches by product", "0.8"
+    ]  # fmt: skip
+    whole, oracle, ours = rows[0], rows[2], rows[4]
     assert ours["of_uncompressed"] == pytest.approx(whole["ms"] / ours["ms"])
     assert ours["of_oracle"] == pytest.approx(oracle["ms"] / ours["ms"])
