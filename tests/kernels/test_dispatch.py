@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from kernel_inputs import DEVICE, HALF
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import diffrate
@@ -16,9 +17,6 @@ from diffrate.tokens import Tokens, start
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not multiply bfloat16")
-HALF = [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)]
 CLASS = Operator(importance="class-attention")
 # Nothing, pruning and merging, nothing but with sizes, and merging down to the class token and two more.
 SCHEDULE = Schedule([17, 15, 12, 6], [17, 12, 12, 3])
