@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 from timm.data import Mixup
@@ -105,6 +106,42 @@ def test_a_resumed_run_ends_in_the_same_weights(
         assert [epoch[name] for epoch in whole.history] == [epoch[name] for epoch in resumed.history]
     again = tune(tmp_path / "parts", resume=True)  # of a run that is over: nothing happens
     assert again.history == resumed.history
+
+
+def test_a_resumed_run_in_bf16_ends_in_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None
+) -> None:
+    """Weights, average and optimiser are kept in fp32, whatever the products are in."""
+    on_cpu, half = Accelerator(cpu=True, mixed_precision="bf16"), replace(RECIPE, precision="bf16")
+    products = set()
+
+    class Watched(Objective):
+        def __call__(self, model: nn.Module, *batch: Tensor) -> Tensor:
+            hook = model.original.blocks[1].mlp.fc1.register_forward_hook(lambda *call: products.add(call[-1].dtype))
+            loss = super().__call__(model, *batch)
+            hook.remove()
+            return loss
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_loop, "Objective", Watched)
+        whole = tune(tmp_path / "whole", half, accelerator=on_cpu)
+    assert products == {torch.bfloat16}
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 4)
+        with pytest.raises(KeyboardInterrupt):
+            tune(tmp_path / "parts", half, save_minutes=0, accelerator=on_cpu)
+    assert {value.dtype for value in load_file(tmp_path / "parts" / "state.safetensors").values()} == {
+        torch.float32
+    }
+    torch.manual_seed(99)
+    np.random.seed(99)
+    resumed = tune(tmp_path / "parts", half, resume=True, accelerator=on_cpu)
+    assert same(last(tmp_path / "whole"), last(tmp_path / "parts"))
+    assert [epoch["loss"] for epoch in whole.history] == [epoch["loss"] for epoch in resumed.history]
+    AcceleratorState._reset_state(True)
+    single = tune(tmp_path / "single", accelerator=Accelerator(cpu=True))
+    for full, rounded in zip(single.history, whole.history, strict=True):
+        assert 0 < abs(full["loss"] - rounded["loss"]) < 0.05  # seen to be rounded, and no further off than that
 
 
 def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
