@@ -40,9 +40,7 @@ def test_recipes_have_the_numbers_of_their_papers(_: str, recipe: Recipe, paper:
 
 
 @pytest.mark.parametrize(("_", "recipe", "paper"), CASES)
-def test_the_learning_rate_goes_where_the_paper_has_it(
-    _: str, recipe: Recipe, paper: dict[str, Any]
-) -> None:
+def test_the_learning_rate_goes_where_the_paper_has_it(_: str, recipe: Recipe, paper: dict[str, Any]) -> None:
     model, steps = random_vit(depth=1), 10
     optimizer, scheduler = build_optimizer(model, recipe, steps, torch.device("cpu"))
     assert type(optimizer) is torch.optim.AdamW
