@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from timm.data import Mixup
@@ -111,8 +110,8 @@ def test_a_resumed_run_in_bf16_ends_in_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None
 ) -> None:
     """Weights, average and optimiser are kept in fp32, whatever the products are in."""
-    on_cpu, half = Accelerator(cpu=True, mixed_precision="bf16"), replace(RECIPE, precision="bf16")
-    products = set()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    half, products = replace(RECIPE, precision="bf16"), set()
 
     class Watched(Objective):
         def __call__(self, model: nn.Module, *batch: Tensor) -> Tensor:
@@ -124,22 +123,22 @@ def test_a_resumed_run_in_bf16_ends_in_the_same_weights(
 
     with monkeypatch.context() as patched:
         patched.setattr(training_loop, "Objective", Watched)
-        whole = tune(tmp_path / "whole", half, accelerator=on_cpu)
+        whole = tune(tmp_path / "whole", half)
     assert products == {torch.bfloat16}
     with monkeypatch.context() as patched:
         interrupt_at(patched, 4)
         with pytest.raises(KeyboardInterrupt):
-            tune(tmp_path / "parts", half, save_minutes=0, accelerator=on_cpu)
+            tune(tmp_path / "parts", half, save_minutes=0)
     assert {value.dtype for value in load_file(tmp_path / "parts" / "state.safetensors").values()} == {
         torch.float32
     }
     torch.manual_seed(99)
     np.random.seed(99)
-    resumed = tune(tmp_path / "parts", half, resume=True, accelerator=on_cpu)
+    resumed = tune(tmp_path / "parts", half, resume=True)
     assert same(last(tmp_path / "whole"), last(tmp_path / "parts"))
     assert [epoch["loss"] for epoch in whole.history] == [epoch["loss"] for epoch in resumed.history]
     AcceleratorState._reset_state(True)
-    single = tune(tmp_path / "single", accelerator=Accelerator(cpu=True))
+    single = tune(tmp_path / "single")
     for full, rounded in zip(single.history, whole.history, strict=True):
         assert 0 < abs(full["loss"] - rounded["loss"]) < 0.05  # rounded, and no further off
 
