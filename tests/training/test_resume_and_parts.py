@@ -192,36 +192,6 @@ def test_parts_make_up_the_batch_and_keep_the_pairs_that_are_mixed(parts: int) -
         assert torch.equal(part_targets, targets[chosen])
 
 
-def test_a_resumed_run_shows_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of 20 images' steps of 8 an epoch: stopped after three steps, within the second epoch."""
-    bars, clock = [], iter(range(10_000))
-    bar = training_loop.Bar
-    monkeypatch.setattr(
-        training_loop, "Bar", lambda *given, **more: bars.append(bar(*given, **more)) or bars[-1]
-    )
-    monkeypatch.setattr(training_loop.time, "monotonic", lambda: float(next(clock)))
-    step = training_loop.Run._step
-
-    def interrupted(run: training_loop.Run, parts: object) -> Tensor:
-        if run.now.step == 3:
-            run._save()
-            raise KeyboardInterrupt
-        return step(run, parts)
-
-    monkeypatch.setattr(training_loop.Run, "_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tune(tmp_path)
-    monkeypatch.setattr(training_loop.Run, "_step", step)
-    trained = tune(tmp_path, resume=True)
-    first, resumed = (each.bar.tasks[0] for each in bars)
-    assert (first.completed, resumed.completed, resumed.total) == (3, 6, 6)
-    whole, half, last = (epoch["seconds"] for epoch in trained.history)
-    assert half == pytest.approx(
-        whole, rel=0.35
-    )  # what the whole epoch would have taken, by a clock of its own
-    assert last == pytest.approx(whole, rel=0.35)
-
-
 @pytest.mark.parametrize("resident", [True, False])
 def test_processes_together_see_what_one_sees(resident: bool) -> None:
     recipe = Recipe(batch_size=8, accumulate=2, crop_padding=2, rand_augment=5, erasing=0.5, repeats=1)
@@ -368,3 +338,25 @@ def test_gradients_of_a_compressed_model_are_finite_differences() -> None:
 
     assert slope == pytest.approx((loss(1e-7) - loss(-1e-7)) / 2e-7, rel=1e-5)
     assert abs(slope) > 1e-3
+
+
+@pytest.mark.parametrize("call", [1, 3])  # after the first epoch and after the last
+def test_a_run_that_ended_while_it_validated_goes_on_with_that_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    whole, calls, validate = tune(tmp_path / "whole"), [], training_loop.evaluate
+
+    def interrupted(*arguments: object, **options: object) -> object:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return validate(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_loop, "evaluate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tune(tmp_path / "parts", save_minutes=0)
+    resumed = tune(tmp_path / "parts", resume=True)
+    for name in ("loss", "accuracy", "lr"):
+        assert [epoch[name] for epoch in whole.history] == [epoch[name] for epoch in resumed.history]
+    assert same(last(tmp_path / "whole"), last(tmp_path / "parts"))

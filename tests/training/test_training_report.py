@@ -134,3 +134,49 @@ def test_the_bar_has_images_a_second_and_the_time_left(monkeypatch: pytest.Monke
         bar.advance()
     assert task.fields["pace"] == "512 images/s"
     assert task.time_remaining == 379
+
+
+@pytest.mark.parametrize("call", [2, 4])  # in the middle of the first epoch and of the second
+def test_a_resumed_run_knows_how_long_an_epoch_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: int
+) -> None:
+    """An epoch of two steps, one of them before the interruption, took the time of both."""
+    clock, calls, bars = Clock(), [], []
+
+    class Timed(Objective):
+        def __call__(self, *arguments: object) -> Tensor:
+            calls.append(1)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            clock.now += 30
+            return super().__call__(*arguments)
+
+    class Watched(Bar):
+        def __exit__(self, *error: object) -> None:
+            (task,) = self.bar.tasks
+            bars.append((task.completed, task.total))
+            super().__exit__(*error)
+
+    monkeypatch.setattr(training_loop, "Objective", Timed)
+    monkeypatch.setattr(training_loop, "Bar", Watched)
+    monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setenv("COLUMNS", "120")
+    data = (SCHEDULE, images(), images(10), tmp_path, replace(RECIPE, epochs=4, distillation=0.0))
+    with pytest.raises(KeyboardInterrupt):
+        finetune(vit(), *data, save_minutes=0)
+    clock.now += 1000  # until somebody noticed
+    trained = finetune(vit(), *data, resume=True)
+    assert [epoch["seconds"] for epoch in trained.history] == [60, 60, 60, 60]
+    assert re.findall(r"(\S+) min left", capsys.readouterr().err) == ["3.0", "2.0", "1.0", "0.0"]
+    assert trained.seconds == 240
+    assert bars == [(call - 1, 8), (8, 8)]
+
+
+def test_a_line_of_a_log_stays_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    epoch = {"loss": 4.1234, "accuracy": 71.23, "seconds": 1234.5}
+    Bar(True, Recipe(epochs=300), 1251).epoch(10, [epoch], 12345)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("1234.5 s, 12,345 images/s, 5966.8 min left")  # 290 epochs of 1234.5 s

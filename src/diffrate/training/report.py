@@ -50,5 +50,6 @@ class Bar:
         left = min(e["seconds"] for e in history) * (self.recipe.epochs - epoch) / 60
         self.console.print(
             f"epoch {epoch:3d}/{self.recipe.epochs}  loss {last['loss']:.4f}  accuracy {last['accuracy']:.2f} %  "
-            f"{last['seconds']:.1f} s, {rate:,.0f} images/s, {left:.1f} min left"
+            f"{last['seconds']:.1f} s, {rate:,.0f} images/s, {left:.1f} min left",
+            soft_wrap=True,  # a line of a log stays one
         )
