@@ -186,8 +186,11 @@ def race(row: dict[str, Any]) -> str:
         f"ended with a lower {by} than the searched one, which is {row['rank_percent']:.2g} %."
     ]
     if "may_miss_percent" in row:
+        most = f"{row['may_miss_percent']:.2g} % of the better ones at most"
+        said.append(f"Were differences normal, leaving early would have cost {most}.")
+    if "audited" in row:
         said.append(
-            f"Leaving early may have cost {row['may_miss_percent']:.2g} % of the better ones at most."
+            f"Of {row['audited']:,} that left early {row['audited_better']:,} are better on all images."
         )
     if "may_be_better_too" in row:
         said.append(f"Of those that left early about {row['may_be_better_too']:,.0f} more may be better.")

@@ -77,6 +77,11 @@ def main() -> None:
     flags.add_argument("--modes", default="eager,compiled,compiled-graph")
     flags.add_argument("--repeats", type=int, default=10)
     flags.add_argument("--minutes", type=float, default=float("inf"))
+    flags.add_argument(
+        "--products",
+        action="store_true",
+        help="also the uncompressed model and the oracle slice with patches cut by a product, as ours are",
+    )
     flags.add_argument("--profile", action="store_true", help="also the kernels of a step that take longest")
     flags.add_argument("--turns", default="", help="FOLDER,N: beside others, timed in turns; see turns.py")
     flags.add_argument("--device")
@@ -97,7 +102,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     budgets = [float(budget) for budget in arguments.budgets.split(",")]
     schedules = {f"{b:g}": published.for_model(model, arguments.model, b)[0] for b in budgets}
     optimizer = create_optimizer_v2(model, "adamw", lr=1e-6, weight_decay=0.05, fused=device.type == "cuda")
-    rows = entrants(model, schedules)
+    rows = entrants(model, schedules, products=arguments.products)
     for row in rows:
         row.model.train()
     results: dict[str, Any] = {

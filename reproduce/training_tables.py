@@ -68,9 +68,12 @@ def rewritten(text: str, mark: str, table: str) -> str:
 
 
 def origin(record: dict[str, Any], name: str) -> str:
+    rows = record["results"].get("rows", [])
+    commits = list(dict.fromkeys(row.get("commit", record["commit"]) for row in rows)) or [record["commit"]]
+    named = ", ".join(str(commit)[:10] for commit in commits)
     return (
-        f"`{record['command']}`, {record['device']}, torch {record['torch']}, commit {str(record['commit'])[:10]} "
-        f"(`results/{name}`)"
+        f"`{record['command']}`, {record['device']}, torch {record['torch']}, "
+        f"{'commit' if len(commits) == 1 else 'commits'} {named} (`results/{name}`)"
     )
 
 
@@ -148,13 +151,15 @@ def times(record: dict[str, Any]) -> str:
     ]
     for row in results["rows"]:
         what = (row["gmacs"], row["batch_size"], row["mode"])
-        if row["name"].startswith("oracle") or row["name"].endswith("plain") or what in seen:
+        others = row["name"].startswith("oracle") or row["name"].endswith(("plain", "by product"))
+        if others or what in seen:
             continue
         seen.add(what)
         images = row["batch_size"]
-        for gpus in (max(1, GLOBAL // images), *((MANY,) if images * MANY <= LARGEST_STEP else ())):
+        shared = (max(1, GLOBAL // images), *((MANY,) if images * MANY <= LARGEST_STEP else ()))
+        for gpus in (1,) if row["mode"] == "compiled-graph" else shared:  # graphs are for one process
             hours = [expected_hours(row["ms"], n, gpus, images, results["model"]) for n in EPOCHS.values()]
-            cells = " | ".join(f"{value:.1f} h" for value in hours)
+            cells = " | ".join(f"{value:.1f} h" if value >= 1 else f"{60 * value:.0f} min" for value in hours)
             lines.append(
                 f"| {row['gmacs']:.2f} G | {images} | {row['mode']} | {row['ms']:.1f} ms | {gpus} | {cells} |"
             )

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 import numpy as np
 import pytest
 import timm
+from accelerate.state import AcceleratorState
 from hypothesis import settings
 from PIL import Image
 from safetensors.torch import save_file
@@ -115,6 +116,14 @@ def data():
     """40 images of noise with labels for the 7 classes of `random_vit`."""
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(3, 32, 32, generator=generator), i % 7) for i in range(40)]
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps the device and the precision that a process began with."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
 
 
 def write_image(path: Path, seed: int, size: tuple[int, int] = (32, 32)) -> Path:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed.run
 import typer
+from accelerate.commands.launch import launch_command_parser
 from safetensors.torch import save_file
 from torch import nn
 
@@ -30,6 +32,7 @@ FENCED = re.compile(
     r"^(?:<!-- (?P<mark>[^>]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE
 )
 INLINE = re.compile(r"`(diffrate [a-z][^`\n]*)`")
+LAUNCHED = re.compile(r"`((?:torchrun|accelerate launch) [^`\n]*)`")
 RUN = {"schedules", "macs", "compress", "models", "methods"}  # commands that need no data and little time
 MAKE = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -48,7 +51,9 @@ BLOCKS = [
 ]
 
 
-SHELL = re.compile(r"(?:[A-Z_]+=\S+ )?(?:diffrate|make|pip|python|curl|uvicorn) ")
+SHELL = re.compile(
+    r"(?:#.*\n)*(?:[A-Z_]+=\S+ )?(?:diffrate|make|pip|python|curl|uvicorn|torchrun|accelerate) "
+)
 
 
 def shell_lines(block: Block) -> list[list[str]]:
@@ -73,6 +78,41 @@ def mentions() -> list[Any]:
     """Every `diffrate …` inside a sentence, once."""
     found = {line: page.name for page in PAGES for line in INLINE.findall(page.read_text(encoding="utf-8"))}
     return as_parameters(found)
+
+
+def launched() -> list[Any]:
+    """Every `torchrun … -m diffrate …`, or with accelerate, in a block of commands or inside a sentence, once."""
+    found = {line: page.name for page in PAGES for line in LAUNCHED.findall(page.read_text(encoding="utf-8"))}
+    found |= {
+        shlex.join(words): block.page
+        for block in BLOCKS
+        for words in shell_lines(block)
+        if words[0] in ("torchrun", "accelerate")
+    }
+    return [pytest.param(shlex.split(line), page, id=f"{page}: {line[:90]}") for line, page in found.items()]
+
+
+def given_to_diffrate(words: list[str]) -> list[str]:
+    """What the launcher, by its own parser, hands to the module that it starts."""
+    if words[0] == "torchrun":
+        read = torch.distributed.run.get_args_parser().parse_args(words[1:])
+    else:
+        assert words[1] == "launch"
+        read = launch_command_parser().parse_args(words[2:])
+    assert (read.module, read.training_script) == (True, "diffrate")
+    return list(read.training_script_args)
+
+
+def with_the_rest(words: list[str], page: str) -> list[str]:
+    """The command with the flags that its … stands for: those of a whole command of that name, on its page if any."""
+    whole = [
+        (block.page != page, found[2:])
+        for block in BLOCKS
+        for found in shell_lines(block)
+        if found[:2] == ["diffrate", words[0]] and "…" not in found
+    ]
+    flags = min(whole, key=lambda each: each[0])[1]
+    return [part for word in words for part in (flags if word == "…" else [word])]
 
 
 def problem_with(words: list[str], whole: bool = True) -> str | None:
@@ -101,12 +141,30 @@ def problem_with(words: list[str], whole: bool = True) -> str | None:
 def test_there_is_something_to_check() -> None:
     assert len(commands()) > 20
     assert len(mentions()) > 10
+    assert [each.values[1] for each in launched()].count("cluster.md") >= 4
     assert {block.page for block in BLOCKS} >= {"README.md", "index.md", "export.md", "guide_practitioner.md"}
 
 
 @pytest.mark.parametrize("words", commands())
 def test_commands_parse(words: list[str]) -> None:
     assert problem_with(words) is None
+
+
+@pytest.mark.parametrize(("words", "page"), launched())
+def test_launched_commands_parse(words: list[str], page: str) -> None:
+    """Flags of the launcher by the launcher's parser, the rest by ours, with … filled in."""
+    assert problem_with(with_the_rest(given_to_diffrate(words), page)) is None
+
+
+def test_a_wrong_launch_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        given_to_diffrate(["torchrun", "--nods", "4", "-m", "diffrate", "finetune"])
+    assert "nods" in capsys.readouterr().err
+    words = given_to_diffrate(shlex.split("torchrun --nnodes 4 -m diffrate finetune … --batch 4096"))
+    assert words == ["finetune", "…", "--batch", "4096"]
+    assert problem_with(with_the_rest(words, "cluster.md")) == "there is no flag --batch"
+    words[-2:] = ["--batch-size", "many"]
+    assert "--batch-size" in str(problem_with(with_the_rest(words, "cluster.md")))
 
 
 @pytest.mark.parametrize("words", mentions())

@@ -16,7 +16,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "reproduce"
-PARTS = {"setting", "many_schedules", "turns", "markdown_table", "what_was_run"}  # of other files
+PARTS = {
+    "setting",
+    "many_schedules",
+    "turns",
+    "markdown_table",
+    "what_was_run",
+    "kernels_alone",
+}  # of other files
 WRITERS = {"page", "speed_table", "training_tables"}  # of pages: they measure nothing
 FILES = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
 TO_COME = {"off_the_shelf", "improvements"}

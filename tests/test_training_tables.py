@@ -48,14 +48,24 @@ def test_expected_hours(tables):
 def test_times(tables):
     row = {"name": "2.9", "mode": "eager", "batch_size": 256, "gmacs": 2.9, "ms": 40.0}
     small = {**row, "batch_size": 128, "ms": 30.0}
-    rows = [row, {**row, "name": "oracle slice, 2.9"}, {**row, "name": "2.9, plain"}, dict(row), small]
+    graph = {**row, "mode": "compiled-graph", "ms": 20.0}
+    rows = [row, {**row, "name": "oracle slice, 2.9"}, {**row, "name": "2.9, plain"}, dict(row), small, graph]
     lines = tables["times"]({"results": {"model": "other", "rows": rows}}).splitlines()
     # 37,535 steps of 1,024 images in 30 epochs: 25 minutes; a model without known weights exchanges nothing
     assert lines[2:] == [
-        "| 2.90 G | 256 | eager | 40.0 ms | 4 | 0.4 h | 4.2 h |",
-        "| 2.90 G | 128 | eager | 30.0 ms | 8 | 0.3 h | 3.1 h |",
-        "| 2.90 G | 128 | eager | 30.0 ms | 32 | 0.1 h | 0.8 h |",
+        "| 2.90 G | 256 | eager | 40.0 ms | 4 | 25 min | 4.2 h |",
+        "| 2.90 G | 128 | eager | 30.0 ms | 8 | 19 min | 3.1 h |",
+        "| 2.90 G | 128 | eager | 30.0 ms | 32 | 5 min | 47 min |",
+        "| 2.90 G | 256 | compiled-graph | 20.0 ms | 1 | 50 min | 8.3 h |",
     ]
+
+
+def test_a_table_of_several_runs_names_all_their_commits(tables):
+    record = {"command": "x", "device": "y", "torch": "2", "commit": "b" * 40}
+    assert "commit bbbbbbbbbb (" in tables["origin"]({**record, "results": {}}, "z.json")
+    rows = [{"commit": "a" * 40}, {"commit": "a" * 40}, {}]
+    found = tables["origin"]({**record, "results": {"rows": rows}}, "z.json")
+    assert "commits aaaaaaaaaa, bbbbbbbbbb (" in found
 
 
 def test_accuracy(tables):
@@ -67,9 +77,9 @@ def test_accuracy(tables):
         "uncompressed": 92.0,
         "test_images": 10_000,
         "budgets": {"50%": budget},
-        "runs": [run],
+        "runs": [run, {**run, "name": "uncompressed, from scratch", "test_accuracy": 91.9}],
     }
     text = tables["accuracy"]({"results": results})
-    assert "| all (0.350 G) | 92.00 | 92.10 | | |" in text
-    assert "Epochs: uncompressed, fine-tuned 4 of 5." in text
+    assert "| all (0.350 G) | 92.00 | 92.10 | 91.90 | |" in text
+    assert "Epochs: uncompressed, fine-tuned 4 of 5; uncompressed, from scratch 4 of 5." in text
     assert "| 50% (0.175 G) | 90.00 | 91.50 ± 0.12 |  | 75% |" in text

@@ -1,6 +1,7 @@
 """Training batches from a dataset that lives on the device whole.
 
-Random crops, mirroring and erasing work on a batch at once, without a loop over images or a wait for the host.
+Random crops, mirroring and erasing work on a batch at once, without a loop over images or a wait for the host, which
+timm's own would need. RandAugment is timm's, image by image on the host.
 """
 
 import math
@@ -10,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
-from diffrate.embedded import ImageDataset, normalise
+from diffrate.data import rand_augment as image_by_image
+from diffrate.embedded import MEAN, ImageDataset, normalise
 from diffrate.seeding import seeded
 
 
@@ -34,7 +36,8 @@ class ResidentImages:
     ) -> None:
         self.images, self.labels = dataset.images[:, None].to(device), dataset.labels.to(device)
         self.crop_padding, self.erasing = crop_padding, erasing
-        self.rand_augment = v2.RandAugment(magnitude=rand_augment) if rand_augment else None
+        size = self.images.shape[-1]
+        self.rand_augment = image_by_image(rand_augment, size, (MEAN,)) if rand_augment else None
         self.generator = torch.Generator(device)
 
     def augmented(self, index: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -42,8 +45,9 @@ class ResidentImages:
         self.generator.manual_seed(seed)
         images = crop_and_flip(self.images[index], self.crop_padding, self.generator)
         if self.rand_augment is not None:
-            with seeded(seed % 2**31):  # it draws from the generator that all share
-                images = self.rand_augment(images)
+            with seeded(seed % 2**31):  # it draws from the generators that all share
+                drawn = [self.rand_augment(to_pil_image(image)) for image in images.cpu()]
+            images = torch.stack([pil_to_tensor(image) for image in drawn]).to(images.device)
         return erase(normalise(images), self.erasing, self.generator), self.labels[index]
 
 

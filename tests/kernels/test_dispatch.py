@@ -1,20 +1,22 @@
 """Which path a block takes, and that the fast one gives a compressed model the logits of the plain one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from kernel_inputs import DEVICE, HALF
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import diffrate
 from conftest import random_vit
 from diffrate import DiffRateError, Operator, Schedule, kernels
+from diffrate.backbones.base import Attention
 from diffrate.kernels import ops
+from diffrate.mixing import mix
 from diffrate.tokens import Tokens, start
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter does not multiply bfloat16")
-HALF = [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)]
 CLASS = Operator(importance="class-attention")
 # Nothing, pruning and merging, nothing but with sizes, and merging down to the class token and two more.
 SCHEDULE = Schedule([17, 15, 12, 6], [17, 12, 12, 3])
@@ -43,6 +45,11 @@ def calls(monkeypatch):
     rank = ops.rank
     monkeypatch.setattr(ops, "rank", lambda *arguments: counted.append(1) or rank(*arguments))
     return counted
+
+
+def half_on_a_gpu():
+    """Attention in training is ours in half precision; in the interpreter, in any."""
+    return torch.autocast("cuda", torch.bfloat16) if DEVICE == "cuda" else nullcontext()
 
 
 def plain(fast, images):
@@ -92,14 +99,49 @@ def test_many_images_attend_without_a_bias(model, images, monkeypatch):
 
 
 def test_attention_in_training_is_one_kernel_once_tokens_have_sizes(model, images, monkeypatch):
-    learned, learn = [], ops.learn
-    monkeypatch.setattr(ops, "learn", lambda *given: learned.append(given[-1]) or learn(*given))
+    called, attend = [], ops.attend_training
+    monkeypatch.setattr(ops, "attend_training", lambda *given: called.append(given[-1]) or attend(*given))
     fast = diffrate.compress(model, SCHEDULE)
-    fast.forward_tokens(images)
-    assert learned == [False, True]  # what removes nothing, and what ranks as well
-    with torch.no_grad():
+    with half_on_a_gpu():
         fast.forward_tokens(images)
-    assert len(learned) == 2
+        assert called == [False, True]  # what removes nothing, and what ranks as well
+        with torch.no_grad():
+            fast.forward_tokens(images)
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("learning", ["q", "k", "v"])
+def test_adapters_of_queries_keys_or_values_alone_get_their_gradients(model, images, learning):
+    """What needs no gradient itself must not take the path that has none."""
+    heads = dict(zip("qkv", torch.randn(3, 2, 3, 9, 8, device=DEVICE), strict=True))
+    heads[learning].requires_grad_()
+    size = 1 + torch.rand(2, 9, device=DEVICE)
+    attention = Attention(*heads.values(), 8**-0.5, 0.0)
+    for few in (0, 64):  # images x heads
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "FEW_HEADS", few)
+            for mixed in (
+                kernels.attend(attention, size, size.log()),
+                kernels.attend_and_score(attention, size, size.log(), 1, Operator())[0],
+            ):
+                wanted = mix(attention, size.log())
+                found, theirs = (
+                    torch.autograd.grad(out.square().sum(), heads[learning])[0] for out in (mixed, wanted)
+                )
+                torch.testing.assert_close(found, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_second_gradient_is_refused_and_not_wrong():
+    heads = torch.randn(3, 1, 2, 5, 16, device=DEVICE)
+    q, k, v = (t.detach().requires_grad_() for t in heads.unbind())
+    mixed = kernels._attend_training(Attention(q, k, v, 0.25, 0.0), torch.ones(1, 5, device=DEVICE), False)[0]
+    x = torch.randn(1, 5, 8, device=DEVICE, requires_grad=True)
+    ranked = kernels.Ranked(*ops.rank(torch.randn(1, 2, 1, 5, device=DEVICE), 1, 0.0))
+    left = kernels.reduce_tokens(Tokens(x, 1), ranked, 5, 3, Operator())[0].x
+    for out, leaf in ((mixed, q), (left, x)):
+        (found,) = torch.autograd.grad(out.pow(3).sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            found.sum().backward()
 
 
 @pytest.mark.parametrize(("count", "sums"), [(3, 5), (5, 3)])
@@ -205,19 +247,20 @@ def test_compiles_whole_once_for_all_batch_sizes(images):
 
 @pytest.mark.slow
 def test_training_compiles_to_the_same_gradients(images):
-    model = random_vit(patch_size=16, depth=3).to(DEVICE)
-    fast = diffrate.compress(model, Schedule([5, 4, 3], [5, 3, 3]))
+    model = random_vit(patch_size=16, depth=4).to(DEVICE)
+    fast = diffrate.compress(model, Schedule([5, 5, 4, 3], [5, 4, 3, 3]))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     found = []
     for forward in (torch.compile(fast, fullgraph=True, backend=counter), fast):
         model.zero_grad(set_to_none=True)
-        forward(images).logsumexp(-1).sum().backward()
+        with half_on_a_gpu():
+            forward(images).float().logsumexp(-1).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
-    for step in ("diffrate.reduce_mapped", "diffrate.learn"):
-        assert any(step in target for target in targets), step
+    for step in ("diffrate.reduce_mapped", "diffrate.attend_training"):
+        assert sum(step in target for target in targets) == 2, step  # the first of attention also ranks
 
 
 @pytest.mark.slow

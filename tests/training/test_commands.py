@@ -54,6 +54,7 @@ def test_finetune_and_train_write_weights_that_fit_the_model(
     assert len(metrics["results"]["history"]) == 2
     assert "--lr 0.001" in metrics["command"]
     assert "images/s" in tuned.err
+    assert metrics["results"]["recipe"]["drop_path"] == 0.1  # by default, as the paper's recipe
     scratch = diffrate_cli(*flags(folder, "train", "--output", folder / "scratch", "--repeats", 1))
     assert scratch.code == 0, scratch.err
     made = load_file(folder / "scratch" / "weights.safetensors")
@@ -71,6 +72,11 @@ def test_finetune_and_train_write_weights_that_fit_the_model(
         (["--schedule", "published:0.8"], "no published schedule fits"),
         (["--val-split", "test"], "has no split 'test'"),
         (["--resume"], "holds no training to resume"),
+        (["--drop-path", 1], "--drop-path is a share below 1, not 1"),
+        (
+            ["--model", "transformers:nowhere", "--drop-path", 0.3],
+            "--drop-path is for timm's models: transformers:nowhere has no such setting",
+        ),
         pytest.param(
             ["--tracker", "tensorboard"],
             "the tracker tensorboard is not installed",

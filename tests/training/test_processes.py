@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,17 +65,54 @@ def test_two_processes_train_as_one(inputs: Path, tmp_path: Path, diffrate_cli: 
     words = over_two(command(inputs, tmp_path / "two", 6))
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    one, two = history(tmp_path / "one"), history(tmp_path / "two")
-    losses = [epoch["loss"] for epoch in one]
-    assert [epoch["loss"] for epoch in two] == pytest.approx(losses, abs=1e-4)
-    assert [epoch["accuracy"] for epoch in two] == [epoch["accuracy"] for epoch in one]
+    check_trained_alike(tmp_path / "one", tmp_path / "two")
+
+
+def check_trained_alike(one: Path, two: Path) -> None:
+    """Losses, accuracies and last weights of two runs."""
+    losses = [epoch["loss"] for epoch in history(one)]
+    assert [epoch["loss"] for epoch in history(two)] == pytest.approx(losses, abs=1e-4)
+    assert [epoch["accuracy"] for epoch in history(two)] == [epoch["accuracy"] for epoch in history(one)]
     assert max(losses) - min(losses) > 1e-2  # a curve, and not a line that anything would match
-    a, b = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
+    a, b = (load_file(folder / "last.safetensors") for folder in (one, two))
     for name, value in a.items():
         if not name.endswith(
             "qkv.bias"
         ):  # that of keys has no gradient but rounding, which AdamW makes large
             torch.testing.assert_close(b[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_process(
+    inputs: Path, tmp_path: Path, diffrate_cli: Callable[..., Ran]
+) -> None:
+    """Two launchers, as on two machines, of one process each, that meet at an address."""
+    assert diffrate_cli(*command(inputs, tmp_path / "one", 6)).code == 0
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = command(inputs, tmp_path / "two", 6)
+    torchrun = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", f"localhost:{port}"]
+    # Machines find each other by their names; this one need not have one that resolves.
+    torchrun += ["--local-addr", "localhost"]
+    logs = [tmp_path / f"node{rank}.txt" for rank in range(2)]
+    nodes = []
+    try:
+        for rank, log in enumerate(logs):
+            words = [sys.executable, "-m", *torchrun, "--node-rank", str(rank), "-m", "diffrate", *flags]
+            with log.open("w") as text:
+                nodes.append(
+                    subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, env=environment())
+                )
+        codes = [node.wait(timeout=300) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    said = [log.read_text() for log in logs]
+    assert codes == [0, 0], said[0][-2000:] + said[1][-2000:]
+    assert sorted(text.count("images/s") for text in said) == [0, 6]  # one of the two reports, once an epoch
+    check_trained_alike(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.slow

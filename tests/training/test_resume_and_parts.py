@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from timm.data import Mixup
 from torch import Tensor, nn
@@ -105,6 +104,43 @@ def test_a_resumed_run_ends_in_the_same_weights(
         assert [epoch[name] for epoch in whole.history] == [epoch[name] for epoch in resumed.history]
     again = tune(tmp_path / "parts", resume=True)  # of a run that is over: nothing happens
     assert again.history == resumed.history
+
+
+def test_a_resumed_run_in_bf16_ends_in_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None
+) -> None:
+    """Weights, average and optimiser are kept in fp32, whatever the products are in."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    half, products = replace(RECIPE, precision="bf16"), set()
+
+    class Watched(Objective):
+        def __call__(self, model: nn.Module, *batch: Tensor) -> Tensor:
+            product = model.original.blocks[1].mlp.fc1
+            hook = product.register_forward_hook(lambda *call: products.add(call[-1].dtype))
+            loss = super().__call__(model, *batch)
+            hook.remove()
+            return loss
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_loop, "Objective", Watched)
+        whole = tune(tmp_path / "whole", half)
+    assert products == {torch.bfloat16}
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 4)
+        with pytest.raises(KeyboardInterrupt):
+            tune(tmp_path / "parts", half, save_minutes=0)
+    assert {value.dtype for value in load_file(tmp_path / "parts" / "state.safetensors").values()} == {
+        torch.float32
+    }
+    torch.manual_seed(99)
+    np.random.seed(99)
+    resumed = tune(tmp_path / "parts", half, resume=True)
+    assert same(last(tmp_path / "whole"), last(tmp_path / "parts"))
+    assert [epoch["loss"] for epoch in whole.history] == [epoch["loss"] for epoch in resumed.history]
+    AcceleratorState._reset_state(True)
+    single = tune(tmp_path / "single")
+    for full, rounded in zip(single.history, whole.history, strict=True):
+        assert 0 < abs(full["loss"] - rounded["loss"]) < 0.05  # rounded, and no further off
 
 
 def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
@@ -279,40 +315,6 @@ def test_the_best_and_the_last_weights_are_kept(tmp_path: Path) -> None:
     assert accuracy(other, validation) == pytest.approx(scores[-1], rel=1e-12)
 
 
-class Notebook(GeneralTracker):
-    """A tracker that keeps what it is told."""
-
-    name, requires_logging_directory, main_process_only = "notebook", False, True
-
-    def __init__(self) -> None:
-        super().__init__(_blank=True)
-        self.entries: list[dict[str, float]] = []
-
-    @property
-    def tracker(self) -> list[dict[str, float]]:
-        return self.entries
-
-    def store_init_configuration(self, values: dict[str, object]) -> None:
-        pass
-
-    def log(self, values: dict[str, float], step: int | None = None, **_: object) -> None:
-        self.entries.append({"step": step, **values})
-
-
-def test_trackers_get_the_curves(tmp_path: Path) -> None:
-    notebook = Notebook()
-    accelerator = Accelerator(cpu=True, log_with=[notebook])
-    accelerator.init_trackers("diffrate", {})
-    trained = tune(tmp_path, accelerator=accelerator)
-    assert [entry["step"] for entry in notebook.entries] == [2, 4, 6]
-    for entry, epoch in zip(notebook.entries, trained.history, strict=True):
-        assert (entry["epoch loss"], entry["accuracy"], entry["lr"]) == (
-            epoch["loss"],
-            epoch["accuracy"],
-            epoch["lr"],
-        )
-
-
 def test_gradients_of_a_compressed_model_are_finite_differences() -> None:
     model = vit(0.0).double()
     # Without sizes in the attention, which carry no gradient; the steps are too small to change a choice of tokens.
@@ -336,3 +338,25 @@ def test_gradients_of_a_compressed_model_are_finite_differences() -> None:
 
     assert slope == pytest.approx((loss(1e-7) - loss(-1e-7)) / 2e-7, rel=1e-5)
     assert abs(slope) > 1e-3
+
+
+@pytest.mark.parametrize("call", [1, 3])  # after the first epoch and after the last
+def test_a_run_that_ended_while_it_validated_goes_on_with_that_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    whole, calls, validate = tune(tmp_path / "whole"), [], training_loop.evaluate
+
+    def interrupted(*arguments: object, **options: object) -> object:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return validate(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_loop, "evaluate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tune(tmp_path / "parts", save_minutes=0)
+    resumed = tune(tmp_path / "parts", resume=True)
+    for name in ("loss", "accuracy", "lr"):
+        assert [epoch[name] for epoch in whole.history] == [epoch[name] for epoch in resumed.history]
+    assert same(last(tmp_path / "whole"), last(tmp_path / "parts"))

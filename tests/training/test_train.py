@@ -19,7 +19,7 @@ from conftest import Ran, check_refused
 from diffrate import embedded
 from diffrate.cli.train import train_command
 from diffrate.errors import DiffRateError
-from diffrate.resident import crop_and_flip, erase
+from diffrate.resident import ResidentImages, crop_and_flip, erase
 from diffrate.training import EMBEDDED, Recipe, accuracy, train
 from diffrate.training.batches import ResidentBatches
 from diffrate.training.checkpoint import save_weights
@@ -178,6 +178,18 @@ def test_resident_loader_gives_every_image_once_with_its_label() -> None:
         pixels = torch.cat([images for images, _ in epoch])
         torch.testing.assert_close(pixels[:, 0, 2, 2], embedded.normalise(labels))
     assert not torch.equal(epochs[0][0][1], epochs[1][0][1])
+
+
+def test_every_image_of_a_batch_draws_its_own_augmentation() -> None:
+    image = some("search", 1).images
+    copies = embedded.ImageDataset(image.expand(64, -1, -1).contiguous(), torch.zeros(64, dtype=torch.long))
+    strong = ResidentImages(copies, "cpu", rand_augment=9)
+    batch, _ = strong.augmented(torch.arange(64), seed=3)
+    assert len({tuple(each.flatten().tolist()) for each in batch}) > 30
+    assert torch.equal(batch, strong.augmented(torch.arange(64), seed=3)[0])
+    assert not torch.equal(batch, strong.augmented(torch.arange(64), seed=4)[0])
+    plain = embedded.normalise(image[:, None].float())
+    assert (batch - plain).abs().mean() > 0.1  # at a magnitude of 9 of 10
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import typer
+from rich.markup import escape
 
 from diffrate.cli.flags import Command, Flag, with_flags
 from diffrate.training.recipe import Recipe
@@ -22,7 +23,7 @@ def with_recipe(default: Recipe) -> Callable[[Command], Command]:
     hints = get_type_hints(Recipe)
     flags = {}
     for field in fields(Recipe):
-        shown = f"{field.metadata['help']} [{getattr(default, field.name)}]"
+        shown = field.metadata["help"] + escape(f" [{getattr(default, field.name)}]")
         option = typer.Option(None, help=shown, rich_help_panel=RECIPE, show_default=False)
         flags[field.name] = Flag(hints[field.name] | None, option)
     return with_flags("changes", flags)

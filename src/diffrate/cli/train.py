@@ -39,7 +39,10 @@ ModelName = Annotated[
 ]
 DropPath = Annotated[
     float | None,
-    typer.Option(help="Share of the residual branches dropped in the last block.", rich_help_panel=o.MODEL),
+    typer.Option(
+        help="Share of the residual branches dropped in the last block; 0.1 without it, 0.05 of the embedded model.",
+        rich_help_panel=o.MODEL,
+    ),
 ]
 Output = Annotated[
     Path,
@@ -191,20 +194,18 @@ def train_command(
 def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
     flags: dict[str, Any] = context.params
     check_target(flags["output"] / "metrics.json")
-    if flags["drop_path"] is not None and not 0 <= flags["drop_path"] < 1:
-        raise DiffRateError(f"--drop-path is a share below 1, not {flags['drop_path']:g}")
     where = resolve_device(flags["device"])
     set_seed(recipe.seed)
     name, test = flags["model"], None
+    drop_path = _drop_path(name, flags["drop_path"])
     if name == EMBEDDED_NAME:
-        drop_path = DROP_PATH if flags["drop_path"] is None else flags["drop_path"]
         training, validation, test = training_sets(flags["data_dir"] or DEBIAN, flags["held_out"])
         model: nn.Module = embedded.model(pretrained=tuning, drop_path_rate=drop_path)
     else:
         size = None if flags["img_size"] is None else o.read_size(flags["img_size"])
         kwargs = o.read_kwargs(flags["model_kwargs"])
-        if ":" not in name:  # other libraries do not know timm's word for it
-            kwargs = {"drop_path_rate": 0.1 if flags["drop_path"] is None else flags["drop_path"], **kwargs}
+        if drop_path is not None:
+            kwargs = {"drop_path_rate": drop_path, **kwargs}
         model = load_model(
             name, flags.get("checkpoint"), flags.get("pretrained", False), flags["num_classes"], size, kwargs
         )
@@ -224,9 +225,10 @@ def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
         show_effective(schedule)
     if tuning and name != EMBEDDED_NAME and not flags["pretrained"] and flags["checkpoint"] is None:
         note("neither --checkpoint nor --pretrained was given: the model starts from random weights")
-    names = ("model", "checkpoint", "pretrained", "model_kwargs", "num_classes", "img_size", "drop_path")
-    places = ("data_dir", "dataset", "split", "val_split", "held_out")
-    origin = {key: _plain(flags.get(key)) for key in (*names, *places)}
+    names = ("model", "checkpoint", "pretrained", "model_kwargs", "num_classes", "img_size")
+    places = ("data_dir", "dataset", "split", "val_split", "held_out", "class_map")
+    looks = ("crop_pct", "mean", "std", "interpolation")
+    origin = {key: _plain(flags.get(key)) for key in (*names, *places, *looks)} | {"drop_path": drop_path}
     start_tracker(accelerator, flags["tracker"], {"model": name, **asdict(recipe)})
     options = {
         "accelerator": accelerator, "workers": flags["workers"], "resume": flags["resume"], "origin": origin,
@@ -234,6 +236,17 @@ def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
         "dtype": torch.float16 if name == EMBEDDED_NAME else None,
     }  # fmt: skip
     return Job(model, schedule, tuned, training, validation, test, recipe, options)
+
+
+def _drop_path(name: str, given: float | None) -> float | None:
+    """The share of branches that are dropped while training; None for models of other libraries, which drop none."""
+    if given is not None and not 0 <= given < 1:
+        raise DiffRateError(f"--drop-path is a share below 1, not {given:g}")
+    if ":" in name:
+        if given:
+            raise DiffRateError(f"--drop-path is for timm's models: {name} has no such setting")
+        return None
+    return (DROP_PATH if name == EMBEDDED_NAME else 0.1) if given is None else given
 
 
 def _gmacs(budget: str, model: nn.Module) -> list[float]:
@@ -266,7 +279,7 @@ def _write(context: typer.Context, command: str, job: Job, trained: Trained) -> 
         "gmacs": diffrate.gmacs(job.tuned),
         "schedule": None if job.schedule is None else job.schedule.to_dict(),
         "method": None if job.schedule is not None or command == "train" else job.tuned.settings(),
-        "recipe": asdict(job.recipe) | {"drop_path": context.params["drop_path"]},
+        "recipe": asdict(job.recipe) | {"drop_path": job.options["origin"]["drop_path"]},
         "history": trained.history,
     }
     write_results(output / "metrics.json", _command(context, command), results, accelerator.device)

@@ -9,7 +9,7 @@ from diffrate.data.folders import build_dataset
 from diffrate.data.loader import LARGEST_BATCH, MOST_WORKERS, build_loader
 from diffrate.data.reading import ImageFiles, Images, UnreadableImageError, naming
 from diffrate.data.sets import search_datasets, training_datasets
-from diffrate.data.transforms import augmenting, plain_transform, preprocessing
+from diffrate.data.transforms import augmenting, plain_transform, preprocessing, rand_augment
 
 __all__ = [
     "LARGEST_BATCH",
@@ -23,6 +23,7 @@ __all__ = [
     "naming",
     "plain_transform",
     "preprocessing",
+    "rand_augment",
     "search_datasets",
     "training_datasets",
 ]

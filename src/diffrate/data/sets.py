@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from diffrate.data.folders import EVAL_SPLITS, TRAIN_SPLITS, build_dataset, check_labels
-from diffrate.data.transforms import augmenting, image_mode, plain_transform, preprocessing
+from diffrate.data.transforms import RAND_AUGMENT, augmenting, image_mode, plain_transform, preprocessing
 from diffrate.errors import DiffRateError
 
 
@@ -38,7 +38,7 @@ def search_datasets(
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     light = {"scale": (0.35, 1.0), "color_jitter": None, "re_prob": 0.0}
     strong = {
-        "auto_augment": "rand-m9-mstd0.5-inc1",
+        "auto_augment": RAND_AUGMENT.format(9),
         "color_jitter": None,
         "re_prob": 0.25,
         "re_mode": "pixel",
@@ -76,7 +76,7 @@ def training_datasets(
     augment = augmenting(
         config,
         scale=(smallest_crop, 1.0),
-        auto_augment=f"rand-m{rand_augment}-mstd0.5-inc1" if rand_augment else None,
+        auto_augment=RAND_AUGMENT.format(rand_augment) if rand_augment else None,
         color_jitter=color_jitter,
         re_prob=erasing,
         re_mode="pixel",

@@ -7,6 +7,7 @@ from typing import Any
 
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
+from timm.data.auto_augment import rand_augment_transform
 from torch import nn
 
 from diffrate.errors import DiffRateError, shown
@@ -14,6 +15,7 @@ from diffrate.models import input_size
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 INPUT = ("input_size", "interpolation", "mean", "std")  # of the values of `preprocessing`
+RAND_AUGMENT = "rand-m{}-mstd0.5-inc1"  # as DeiT has it, with its magnitude
 SMALLEST_CROP = 0.05  # of a side: images are resized to the model's size divided by it
 
 
@@ -55,16 +57,31 @@ def plain_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
 
 
 def augmenting(config: Mapping[str, Any], **arguments: Any) -> Callable[[Image.Image], Any]:
-    """timm's transform for training, from the values of `preprocessing`, of which one image in 600 would fail.
-
-    RandAugment's full magnitude posterizes to 0 bits, which Pillow no longer does: just below it, to 1 bit.
-    """
+    """timm's transform for training, from the values of `preprocessing`."""
     made = create_transform(is_training=True, **{name: config[name] for name in INPUT}, **arguments)
     for part in made.transforms:
-        for operation in getattr(part, "ops", []):
-            operation.magnitude_max = min(operation.magnitude_max or 10, 9.999)
+        _never_to_0_bits(part)
     augment: Callable[[Image.Image], Any] = made
     return augment
+
+
+def rand_augment(magnitude: int, size: int, mean: tuple[float, ...]) -> Callable[[Image.Image], Image.Image]:
+    """timm's RandAugment by itself, of images with sides of `size` pixels and the mean of their channels in [0, 1]."""
+    fill = tuple(min(255, round(255 * x)) for x in mean)
+    settings = {"translate_const": int(0.45 * size), "img_mean": fill}
+    made = rand_augment_transform(RAND_AUGMENT.format(magnitude), settings)
+    _never_to_0_bits(made)
+    augment: Callable[[Image.Image], Image.Image] = made
+    return augment
+
+
+def _never_to_0_bits(part: Any) -> None:
+    """RandAugment's full magnitude posterizes to 0 bits, which Pillow no longer does: just below it, to 1 bit.
+
+    One image in 600 would fail.
+    """
+    for operation in getattr(part, "ops", []):
+        operation.magnitude_max = min(operation.magnitude_max or 10, 9.999)
 
 
 def image_mode(config: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ PyTorch, `ranking` and `reduction`, which are what the kernels are tested agains
 Attention of many images is torch's (`mixing`), with the sizes of tokens as a bias or, where it is cuDNN's, as further
 features of queries and keys (`_widens`): a kernel of our own was slower. For few (`FEW_HEADS`) it is ours, which fills
 the GPU with smaller tiles and hands out the class token's logits on the way; there, too, ranking runs beside the output
-projection where a CUDA graph is being captured. In training it is ours for few tokens with sizes (`_learns_at_once`):
-one program has all keys of a head, so that the gradient is one kernel. Images are cut into patches by a product
-(`embedding`). `using` changes the choice, to measure it.
+projection where a CUDA graph is being captured. In training in half precision it is ours for few tokens with sizes
+(`_trains_at_once`): one program has all keys of a head, so that the gradient is one kernel. Images are cut into patches
+by a product (`embedding`). `using` changes the choice, to measure it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from diffrate.backbones.base import Attention
 from diffrate.errors import DiffRateError
@@ -75,8 +76,15 @@ def fast(tokens: Tokens, operator: Operator) -> bool:
         and operator.importance == "class-attention"
         and operator.operation != "merge-prune"
         and not (operator.pruned_mass or operator.size_aware)
-        and (operator.choice == "rank" or operator.operation == "merge")
+        and (operator.choice == "rank" or (operator.operation == "merge" and not _plain_is_faster(x)))
     )
+
+
+def _plain_is_faster(x: Tensor) -> bool:
+    """Whether torch multiplies all pairs of tokens faster: in fp32 of few images."""
+    if x.dtype != torch.float32 or _learns(x) or INTERPRETED:
+        return False
+    return len(x) <= (1 if torch.compiler.is_compiling() else FEW_IMAGES)  # as in `few`
 
 
 def embedding(images: Tensor) -> AbstractContextManager[Any]:
@@ -106,8 +114,8 @@ def attend(attention: Attention, size: Tensor | None, key_bias: Tensor | None) -
         return mixed
     if size is not None and _widens(attention):
         return _mix_wide(attention, size, False)[0]
-    if size is not None and _learns_at_once(attention):
-        return _learned(attention, size, False)[0]
+    if size is not None and _trains_at_once(attention):
+        return _attend_training(attention, size, False)[0]
     return mix(attention, key_bias)
 
 
@@ -118,13 +126,13 @@ def _mix_wide(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Te
     return F.scaled_dot_product_attention(q, k, v, scale=scale), logits
 
 
-def _learned(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Tensor]:
+def _attend_training(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Tensor]:
     """Values mixed with sizes in force, with a gradient; and the class token's logits, which have none."""
     given = (*attention[:3], size, attention.scale, row)
     if not torch.compiler.is_compiling():
-        mixed, logits = Learning.apply(*given)
+        mixed, logits = TrainingAttention.apply(*given)
         return mixed, logits
-    mixed, logits, _ = torch.ops.diffrate.learn(*given)
+    mixed, logits, _ = torch.ops.diffrate.attend_training(*given)
     return mixed, logits.detach()
 
 
@@ -139,8 +147,8 @@ def attend_and_score(
         return mixed, logits
     if size is not None and not operator.image_share and _widens(attention):
         return _mix_wide(attention, size, True)
-    if size is not None and not operator.image_share and _learns_at_once(attention):
-        return _learned(attention, size, True)
+    if size is not None and not operator.image_share and _trains_at_once(attention):
+        return _attend_training(attention, size, True)
     mixed = attend(attention, size, key_bias)
     q, k = q.detach(), k.detach()  # a choice of tokens has no gradient
     with step("ranking"):
@@ -151,14 +159,14 @@ def _attends(attention: Attention) -> bool:
     """Whether attention is ours."""
     assert attention.bias is None  # models with a bias of every pair have positions, and run plain
     ours = attention.by is None and attention.dropout == 0
-    return ours and few(attention.q) and not _learns(attention.q)
+    return ours and few(attention.q) and not _trains(attention)
 
 
 def _widens(attention: Attention) -> bool:
     """Whether sizes enter as further features of queries and keys: cuDNN takes those, other kernels no two widths."""
     q, scale = attention.q, attention.scale
     half = q.dtype in (torch.float16, torch.bfloat16)
-    plain = attention.by is None and attention.dropout == 0 and not _learns(q)
+    plain = attention.by is None and attention.dropout == 0 and not _trains(attention)
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] + ops.EXTRA <= 128 and scale > LEAST_SCALE
     return plain and fits and (INTERPRETED or (half and _prefers_cudnn()))
 
@@ -169,12 +177,23 @@ def _prefers_cudnn() -> bool:
     return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9
 
 
-def _learns_at_once(attention: Attention) -> bool:
+def _trains_at_once(attention: Attention) -> bool:
     """Whether attention in training is ours: of heads and tokens that one program can hold."""
     q, k = attention[:2]
-    ours = attention.by is None and attention.dropout == 0 and _learns(q) and q.shape == k.shape
+    ours = attention.by is None and attention.dropout == 0 and _trains(attention) and q.shape == k.shape
     fits = q.shape[-2] <= ops.MOST_KEYS and q.shape[-1] <= 64
-    return ours and fits and (INTERPRETED or q.element_size() == 2)
+    return ours and fits and (INTERPRETED or (q.element_size() == 2 and _has_room()))
+
+
+@torch.compiler.assume_constant_result
+def _has_room() -> bool:
+    """Whether programs may hold all keys of a head: from Ampere on, which multiplies bf16 too."""
+    return torch.cuda.get_device_capability()[0] >= 8
+
+
+def _trains(attention: Attention) -> bool:
+    """Whether queries, keys or values want a gradient: adapters may train some of them alone."""
+    return any(_learns(t) for t in attention[:3])
 
 
 def _learns(x: Tensor) -> bool:
@@ -248,21 +267,22 @@ def reduce_tokens(
     return left, normed if norm is not None else None
 
 
-class Learning(torch.autograd.Function):
-    """ops.learn with its gradient, at less cost a call than as an operator of torch."""
+class TrainingAttention(torch.autograd.Function):
+    """ops.attend_training with its gradient, at less cost a call than as an operator of torch."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        mixed, logits, log_sum = ops.learn(*given)
+        mixed, logits, log_sum = ops.attend_training(*given)
         ctx.save_for_backward(*given[:4], mixed, log_sum)
         ctx.mark_non_differentiable(logits)
         ctx.scale = given[4]
         return mixed, logits
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         q, k, v, size, mixed, log_sum = ctx.saved_tensors
-        return *ops.learn_back(gradient, q, k, v, size, ctx.scale, mixed, log_sum), None, None, None
+        return *ops.attend_back(gradient, q, k, v, size, ctx.scale, mixed, log_sum), None, None, None
 
 
 class Reduction(torch.autograd.Function):
@@ -277,6 +297,7 @@ class Reduction(torch.autograd.Function):
         return x, size, log_size, importance
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return ops.spread(gradient, *ctx.saved_tensors), *([None] * ctx.others)
 

@@ -21,7 +21,7 @@ from diffrate.kernels.operators import (
 )
 
 LOG2_E = math.log2(math.e)
-MOST_KEYS = 128  # of a head in training, which one program holds; of more, cuDNN's kernels are faster
+MOST_KEYS = 128  # of a head in training, which one program holds
 EXTRA = 8  # features beside a head's own: of 16 bits, rows of whole 16 bytes
 
 
@@ -121,64 +121,62 @@ def _attend_outputs(
 
 
 @on_its_device
-def learn(
-    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, scale: float, row: bool
+def attend_training(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor, scale: float, row: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend` for many images of up to MOST_KEYS tokens, and the log-sums of rows, for `learn_back`."""
+    """`attend` in training, for images of up to MOST_KEYS tokens; and the log-sums of rows, for `attend_back`."""
     q, k, v = rows_dense(q), rows_dense(k), rows_dense(v)
     b, heads, n, d = k.shape
-    mixed, logits, log_sum = _learn_outputs(q, k, v, size, scale, row)
+    mixed, logits, log_sum = _attend_training_outputs(q, k, v, size, scale, row)
     if b:
-        kernels().learn_kernel[(tiles(n, 64), b * heads)](
-            q, k, v, or_any(size, q), mixed, log_sum, logits,
+        kernels().attend_training_kernel[(b * heads * tiles(n, 64),)](
+            q, k, v, size, mixed, log_sum, logits,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             scale * LOG2_E, heads, n, d,
-            HAS_SIZE=size is not None, ROW=row,
-            BLOCK_M=64, BLOCK_N=power_of_two(n, least=64), BLOCK_D=power_of_two(d), num_warps=4, num_stages=1,
+            ROW=row, BLOCK_M=64, BLOCK_N=power_of_two(n, least=64), BLOCK_D=power_of_two(d), num_warps=4, num_stages=1,
         )  # fmt: skip
     return mixed, logits, log_sum
 
 
-def _learn_outputs(
-    q: Tensor, k: Tensor, v: Tensor, size: Tensor | None, scale: float, row: bool
+def _attend_training_outputs(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor, scale: float, row: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     b, heads, n, _ = k.shape
     return *_attend_outputs(q, k, v, size, scale, row), k.new_empty((b, heads, n), dtype=torch.float32)
 
 
 @on_its_device
-def learn_back(
+def attend_back(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    size: Tensor | None,
+    size: Tensor,
     scale: float,
     mixed: Tensor,
     log_sum: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `learn`'s queries, keys and values, from that of what they were mixed to."""
+    """The gradients of queries, keys and values, from that of `mixed`, which is as attend_training made it."""
     gradient, q, k, v = rows_dense(gradient), rows_dense(q), rows_dense(k), rows_dense(v)
     b, heads, n, d = k.shape
-    found = _learn_back_outputs(gradient, q, k, v, size, scale, mixed, log_sum)
+    found = _attend_back_outputs(gradient, q, k, v, size, scale, mixed, log_sum)
     if b:
         keys = power_of_two(n, least=64)
-        kernels().learn_back_kernel[(b * heads,)](
-            gradient, q, k, v, or_any(size, q), mixed, log_sum, *found,
+        kernels().attend_back_kernel[(b * heads,)](
+            gradient, q, k, v, size, mixed, log_sum, *found,
             *gradient.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *found[0].stride()[:3],
             scale, LOG2_E, heads, n, d,
-            HAS_SIZE=size is not None,
             BLOCK_M=4096 // keys, BLOCK_N=keys, BLOCK_D=power_of_two(d), num_warps=4, num_stages=1,
         )  # fmt: skip
     return found
 
 
-def _learn_back_outputs(
+def _attend_back_outputs(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    size: Tensor | None,
+    size: Tensor,
     scale: float,
     mixed: Tensor,
     log_sum: Tensor,
@@ -194,7 +192,7 @@ def _remember_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 def _attention_back(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     q, k, v, size, mixed, log_sum = ctx.saved_tensors
-    found = torch.ops.diffrate.learn_back(gradient, q, k, v, size, ctx.scale, mixed, log_sum)
+    found = torch.ops.diffrate.attend_back(gradient, q, k, v, size, ctx.scale, mixed, log_sum)
     return *found, None, None, None
 
 
@@ -214,16 +212,16 @@ register(
     _attend_outputs,
 )
 register(
-    "learn(Tensor q, Tensor k, Tensor v, Tensor? size, float scale, bool row) -> (Tensor, Tensor, Tensor)",
-    learn,
-    _learn_outputs,
+    "attend_training(Tensor q, Tensor k, Tensor v, Tensor size, float scale, bool row) -> (Tensor, Tensor, Tensor)",
+    attend_training,
+    _attend_training_outputs,
 )
 register(
-    "learn_back(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? size, float scale, Tensor mixed, Tensor log_sum)"
+    "attend_back(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor size, float scale, Tensor mixed, Tensor log_sum)"
     " -> (Tensor, Tensor, Tensor)",
-    learn_back,
-    _learn_back_outputs,
+    attend_back,
+    _attend_back_outputs,
 )
 torch.library.register_autograd(
-    "diffrate::learn", _attention_back, setup_context=_remember_attention, lib=library
+    "diffrate::attend_training", _attention_back, setup_context=_remember_attention, lib=library
 )

@@ -153,15 +153,16 @@ def widen_kernel(
 
 
 @triton.jit(do_not_specialize=["H", "N"])
-def learn_kernel(
+def attend_training_kernel(
     Q, K, V, SIZE, OUT, LOG_SUM, LOGITS,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     scale, H, N, D,
-    HAS_SIZE: tl.constexpr, ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """attend_kernel for many images, with all keys at once, and what learn_back_kernel needs: each row's log-sum."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = tl.program_id(1)
+    """attend_kernel with all keys at once, and what attend_back_kernel needs: each row's log-sum."""
+    tiles = tl.cdiv(N, BLOCK_M)
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     b = (head // H).to(tl.int64)
     h = head % H
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -170,11 +171,10 @@ def learn_kernel(
     k = tl.load(K + b * k_b + h * k_h + n[:, None] * k_n + d[None, :], mask=inside_n, other=0.0)
     v = tl.load(V + b * v_b + h * v_h + n[:, None] * v_n + d[None, :], mask=inside_n, other=0.0)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if HAS_SIZE:
-        logits += tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))[None, :]
+    logits += tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))[None, :]
     if ROW:
         row = tl.sum(tl.where(m[:, None] == 0, logits, 0.0), 0)
-        tl.store(LOGITS + head.to(tl.int64) * N + n, row, mask=n + N * tl.program_id(0) < N)
+        tl.store(LOGITS + head.to(tl.int64) * N + n, row, mask=n + N * tile < N)
     logits = tl.where(n[None, :] < N, logits, float("-inf"))
     highest = tl.max(logits, 1)
     weight = tl.exp2(logits - highest[:, None])
@@ -186,11 +186,11 @@ def learn_kernel(
 
 
 @triton.jit(do_not_specialize=["H", "N"])
-def learn_back_kernel(
+def attend_back_kernel(
     GRADIENT, Q, K, V, SIZE, OUT, LOG_SUM, GRAD_Q, GRAD_K, GRAD_V,
     g_b, g_h, g_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, to_b, to_h, to_n,
     scale, to_base_2, H, N, D,
-    HAS_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one head: all of its keys stay at hand, queries come by tiles, nothing is added up in memory."""
     head = tl.program_id(0)
@@ -200,9 +200,7 @@ def learn_back_kernel(
     inside_n = (n[:, None] < N) & (d[None, :] < D)
     k = tl.load(K + b * k_b + h * k_h + n[:, None] * k_n + d[None, :], mask=inside_n, other=0.0)
     v = tl.load(V + b * v_b + h * v_h + n[:, None] * v_n + d[None, :], mask=inside_n, other=0.0)
-    bias = tl.zeros([BLOCK_N], tl.float32)
-    if HAS_SIZE:
-        bias = tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))
+    bias = tl.log2(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))
     bias = tl.where(n < N, bias, float("-inf"))
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)

@@ -1,20 +1,28 @@
 """The Triton kernels as operators of torch, so that compile, export and CUDA graphs see one opaque step each.
 
-    diffrate::attend        attention, and the class token's logits, for few images
-    diffrate::widen         queries and keys with the sizes in their products, for attention without a bias; such logits
-    diffrate::learn         attention of few tokens in training, with those logits
-    diffrate::learn_back    its gradient
-    diffrate::query_logits  logits of the queries that rank: a few rows, where attention itself is torch's
-    diffrate::rank          importance and order of the tokens, from those logits
-    diffrate::reduce        match and assemble: tokens in, fewer tokens out, and the norm behind them
-    diffrate::reduce_mapped the same without the norm, and where each token went: from that its gradient is one gather
-    diffrate::spread        that gather
+    diffrate::attend           attention, and the class token's logits, for few images
+    diffrate::widen            queries and keys with the sizes in their products, for attention without a bias; logits
+    diffrate::attend_training  attention of few tokens in training, with such logits
+    diffrate::attend_back      its gradient
+    diffrate::query_logits     logits of the queries that rank: a few rows, where attention itself is torch's
+    diffrate::rank             importance and order of the tokens, from those logits
+    diffrate::reduce           match and assemble: tokens in, fewer tokens out, and the norm behind them
+    diffrate::reduce_mapped    the same without the norm, and where each token went: so its gradient is one gather
+    diffrate::spread           that gather
 
 `add_norm`, a sum and its norm, is only called directly: a compiler fuses the two by itself. Logits have base 2. Of
 gradients there are those of the features; logits and sizes have none, as in `reduction`.
 """
 
-from diffrate.kernels.attention import EXTRA, MOST_KEYS, attend, learn, learn_back, query_logits, widen
+from diffrate.kernels.attention import (
+    EXTRA,
+    MOST_KEYS,
+    attend,
+    attend_back,
+    attend_training,
+    query_logits,
+    widen,
+)
 from diffrate.kernels.removal import add_norm, match, rank, reduce, reduce_mapped, spread
 
 __all__ = [
@@ -22,8 +30,8 @@ __all__ = [
     "MOST_KEYS",
     "add_norm",
     "attend",
-    "learn",
-    "learn_back",
+    "attend_back",
+    "attend_training",
     "match",
     "query_logits",
     "rank",

@@ -26,6 +26,7 @@ class Progress:
 
     step: int = 0
     loss: float = 0.0  # sum over the steps of the present epoch
+    epoch_seconds: float = 0.0  # spent on it
     best: float = -1.0  # highest accuracy on the validation images, in percent
     best_epoch: int = 0
     scaler: dict[str, Any] | None = None  # of fp16

@@ -194,7 +194,6 @@ class Run:
             _set_checkpointing(model, True)
         self.prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.gradients = Gradients(self.prepared, self.objective, recipe, self.accelerator)
-        self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps)
         self.now = Progress()
         if resume and (output / STATE).is_file():
             average = None if self.ema is None else self.ema.module
@@ -203,6 +202,7 @@ class Run:
                 self.accelerator.scaler.load_state_dict(self.now.scaler)
             self.begin -= self.now.seconds
             self.scheduler.step_update(self.now.step)
+        self.bar = Bar(progress and self.accelerator.is_main_process, recipe, self.steps, done=self.now.step)
         self.accelerator.wait_for_everyone()
 
     def to_the_end(self, max_minutes: float) -> Trained:
@@ -223,7 +223,8 @@ class Run:
         return Trained(now.best, now.best_epoch, now.seconds, now.history)
 
     def _epoch(self, parts: Any) -> None:
-        now, start = self.now, time.monotonic()
+        now, begun = self.now, time.monotonic()
+        start = begun - now.epoch_seconds  # of which an interrupted run had spent some
         device = self.accelerator.device
         epoch, first = now.step // self.steps + 1, now.step
         total = torch.tensor(now.loss, dtype=torch.float64, device=device)
@@ -234,8 +235,10 @@ class Run:
                 self.accelerator.log(
                     {"loss": total.item() / (now.step - (epoch - 1) * self.steps)}, step=now.step
                 )
-            if not self.sharded and time.monotonic() - self.saved > self.save_seconds:
-                now.loss = total.item()
+            # After an epoch's last step the state waits for its accuracy: one from before would go on without it.
+            due = now.step < epoch * self.steps and time.monotonic() - self.saved > self.save_seconds
+            if due and not self.sharded:
+                now.loss, now.epoch_seconds = total.item(), time.monotonic() - start
                 self._save()
         mean = float(self.accelerator.reduce(total, "mean")) / self.steps
         if not math.isfinite(mean):
@@ -245,10 +248,10 @@ class Run:
                 else "there are no weights"
             )
             raise DiffRateError(f"the loss became {mean} in epoch {epoch}; {kept}: try a lower learning rate")
-        now.loss = 0.0
+        now.loss = now.epoch_seconds = 0.0
+        rate = (now.step - first) * self.recipe.batch_size / (time.monotonic() - begun)
         score = self._accuracy()
         seconds = time.monotonic() - start
-        rate = (now.step - first) * self.recipe.batch_size / seconds
         lr = max(group["lr"] / group.get("lr_scale", 1) for group in self.optimizer.param_groups)
         now.history.append({"loss": mean, "accuracy": score, "lr": lr, "seconds": seconds})
         self._keep(score, epoch)

@@ -11,9 +11,12 @@ from diffrate.training.recipe import Recipe
 
 
 class Bar:
-    """The bar is for terminals; the lines are for logs too."""
+    """The bar is for terminals; the lines are for logs too.
 
-    def __init__(self, shown: bool, recipe: Recipe, steps: int) -> None:
+    steps, done  of an epoch, and those that a resumed run has behind it, which tell nothing of its pace.
+    """
+
+    def __init__(self, shown: bool, recipe: Recipe, steps: int, done: int = 0) -> None:
         self.recipe, self.steps = recipe, steps
         console = Console(quiet=not shown, stderr=True)
         self.bar = bars.Progress(
@@ -27,7 +30,7 @@ class Bar:
             disable=not shown or not console.is_terminal,
         )
         self.console = self.bar.console
-        self.task = self.bar.add_task("training", total=recipe.epochs * steps, pace="")
+        self.task = self.bar.add_task("training", total=recipe.epochs * steps, completed=done, pace="")
 
     def __enter__(self) -> Bar:
         self.bar.start()
@@ -47,5 +50,6 @@ class Bar:
         left = min(e["seconds"] for e in history) * (self.recipe.epochs - epoch) / 60
         self.console.print(
             f"epoch {epoch:3d}/{self.recipe.epochs}  loss {last['loss']:.4f}  accuracy {last['accuracy']:.2f} %  "
-            f"{last['seconds']:.1f} s, {rate:,.0f} images/s, {left:.1f} min left"
+            f"{last['seconds']:.1f} s, {rate:,.0f} images/s, {left:.1f} min left",
+            soft_wrap=True,  # a line of a log stays one
         )
