@@ -22,8 +22,11 @@ from diffrate.errors import DiffRateError
 from diffrate.evaluate import compare_evaluations, evaluate
 from diffrate.methods import METHODS, build
 from diffrate.methods.policy import PolicyModel
+from diffrate.speed import Entrant, Speed, time_rows
+from diffrate.speed import compared as speeds_of
 
 SEARCH_FREE = [name for name, m in METHODS.items() if name not in ("search", "published") and not m.trained]
+untimed = functools.partial(compare, speed=False)
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
 def test_every_method_meets_its_budget_and_runs(model: nn.Module, name: str) -> None:
     images = torch.randn(8, 3, 32, 32)
     budget = 0.6 * diffrate.gmacs(model)
-    compared = compare(model, [(images, torch.arange(8) % 7)], [name], [budget])
+    compared = untimed(model, [(images, torch.arange(8) % 7)], [name], [budget])
     (row,) = compared.rows
     assert row.gmacs == pytest.approx(budget, rel=0.035)  # a token of 65 is more than a percent
     assert row.gmacs <= budget * (1 + 1e-9)
@@ -54,7 +57,7 @@ def test_every_method_meets_its_budget_and_runs(model: nn.Module, name: str) -> 
 
 def test_rows_are_paired_with_the_whole_model_and_the_first_row(model: nn.Module, loader) -> None:
     whole = diffrate.gmacs(model)
-    compared = compare(model, loader, ["evit", "tome", "resolution"], [0.5 * whole, 0.8 * whole])
+    compared = untimed(model, loader, ["evit", "tome", "resolution"], [0.5 * whole, 0.8 * whole])
     assert [(row.method, round(row.budget / whole, 3)) for row in compared.rows] == [
         (name, share) for share in (0.8, 0.5) for name in ("evit", "tome", "resolution")
     ]
@@ -76,17 +79,17 @@ def test_schedules_set_the_budgets_when_none_is_given(model: nn.Module, loader) 
     kept = (65, 50, 40, 30, 20, 10)
     schedule = diffrate.Schedule(kept, kept)
     cost = diffrate.gmacs(model, schedule)
-    compared = compare(model, loader, ["tome"], schedules={"mine": schedule})
+    compared = untimed(model, loader, ["tome"], schedules={"mine": schedule})
     assert [row.method for row in compared.rows] == ["mine", "tome"]
     assert {row.budget for row in compared.rows} == {cost}
     assert compared.rows[0].gmacs == cost
     with pytest.raises(DiffRateError, match=r"mine costs .* which is none of the budgets"):
-        compare(model, loader, ["tome"], [0.9 * cost], schedules={"mine": schedule})
+        untimed(model, loader, ["tome"], [0.9 * cost], schedules={"mine": schedule})
 
 
 def test_adaptive_cost_is_the_mean_over_the_evaluated_images(model: nn.Module, loader) -> None:
     budget = 0.6 * diffrate.gmacs(model)
-    (row,) = compare(model, loader, ["ats"], [budget]).rows
+    (row,) = untimed(model, loader, ["ats"], [budget]).rows
     images = loader.dataset.tensors[0]
     sampled = build("ats", model, budget, images)
     assert isinstance(sampled, PolicyModel)
@@ -103,35 +106,35 @@ def test_adaptive_cost_is_the_mean_over_the_evaluated_images(model: nn.Module, l
 
 
 def test_what_cannot_be_met_is_left_out_and_said(model: nn.Module, loader) -> None:
-    compared = compare(model, loader, ["published", "tome"], "50%")
+    compared = untimed(model, loader, ["published", "tome"], "50%")
     assert [row.method for row in compared.rows] == ["tome"]
     assert len(compared.left_out) == 1
     assert "no schedule is published for 6 blocks" in compared.left_out[0]
     with pytest.raises(DiffRateError, match="nothing to compare: published at"):
-        compare(model, loader, ["published"], "50%")
+        untimed(model, loader, ["published"], "50%")
 
 
 def test_mistakes_are_refused(model: nn.Module, loader) -> None:
     with pytest.raises(DiffRateError, match="no method 'magic'"):
-        compare(model, loader, ["magic"], "50%")
+        untimed(model, loader, ["magic"], "50%")
     with pytest.raises(DiffRateError, match="give each method and schedule once"):
-        compare(model, loader, ["tome", "tome"], "50%")
+        untimed(model, loader, ["tome", "tome"], "50%")
     with pytest.raises(DiffRateError, match="at least one budget"):
-        compare(model, loader, ["tome"])
+        untimed(model, loader, ["tome"])
     with pytest.raises(DiffRateError, match="search needs images"):
-        compare(model, loader, ["search"], "50%")
+        untimed(model, loader, ["search"], "50%")
 
 
 def test_tables_hold_the_numbers(model: nn.Module, loader) -> None:
-    compared = compare(model, loader, ["evit", "tome"], "60%")
-    columns, cells = table(compared, speed=True)
-    assert {len(line) for line in [columns, *cells]} == {9}
+    compared = compare(model, loader, ["evit", "tome"], "60%", batch_size=4)
+    columns, cells = table(compared)
+    assert {len(line) for line in [columns, *cells]} == {10}
     assert [line[1].split()[0] for line in cells] == ["uncompressed", "evit", "tome"]
     for row, line in zip(compared.rows, cells[1:], strict=True):  # 1.2 % below, for EViT's coarse steps
         assert ("off the budget" in line[1]) == (abs(row.gmacs / row.budget - 1) > 0.01)
     lines = markdown(compared).splitlines()
     assert len(lines) == 5
-    assert {line.count("|") for line in lines} == {9}
+    assert {line.count("|") for line in lines} == {11}
     rows = list(csv.DictReader(io.StringIO(as_csv(compared))))
     tome = compared.rows[1]
     assert float(rows[2]["gmacs"]) == tome.gmacs
@@ -140,6 +143,53 @@ def test_tables_hold_the_numbers(model: nn.Module, loader) -> None:
     assert float(rows[2]["to_first_mcnemar_p"]) == tome.to_first.mcnemar_p
     assert rows[1]["to_first_mcnemar_p"] == ""
     assert rows[0]["method"] == "uncompressed"
+    assert tome.speed is not None
+    assert cells[2][-2:] == [f"{tome.speed.images_per_second:.1f}", f"{tome.speed.of_uncompressed:.2f}"]
+    assert float(rows[2]["ms"]) == tome.speed.ms
+    bare = untimed(model, loader, ["tome"], "60%")
+    assert {len(line) for line in [*table(bare)[1], table(bare)[0]]} == {8}
+    assert next(csv.DictReader(io.StringIO(as_csv(bare))))["ms"] == ""
+
+
+def test_speeds_are_ratios_to_the_uncompressed_model_on_images_of_the_set(
+    model: nn.Module, loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that is given: the second row takes half of the first one's second, the third a third."""
+    seen: list[torch.Tensor] = []
+
+    def timed(rows: list[Entrant], images: torch.Tensor, dtype: str) -> list[Speed]:
+        seen.append(images)
+        assert [row.name.split()[0] for row in rows] == ["uncompressed", "evit", "resolution"]
+        assert {p.dtype for row in rows for p in row.model.parameters()} == {torch.bfloat16}
+        seconds = {row.name: ([1 / (1 + i)], None) for i, row in enumerate(rows)}
+        return speeds_of(rows, seconds, len(images), "eager", dtype)
+
+    monkeypatch.setattr("diffrate.compare.time_rows", timed)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    methods = ["evit", "resolution"]
+    compared = compare(model, loader, methods, "60%", amp=True, amp_dtype="bfloat16", batch_size=4)
+    speeds = [compared.speed, *(row.speed for row in compared.rows)]
+    assert [speed and speed.of_uncompressed for speed in speeds] == pytest.approx([1, 2, 3])
+    assert [speed and speed.images_per_second for speed in speeds] == pytest.approx([4, 8, 12])
+    saved = compared.to_dict()
+    assert saved["uncompressed"]["speed"]["ms"] == 1000
+    assert saved["rows"][0]["speed"]["ms"] == 500
+    assert saved["rows"][1]["speed"]["gmacs"] == compared.rows[1].gmacs
+    assert (saved["rows"][0]["speed"]["dtype"], saved["rows"][0]["speed"]["batch_size"]) == ("bfloat16", 4)
+    images = loader.dataset.tensors[0]
+    assert torch.equal(seen[0], images[[0, 7, 14, 21]].bfloat16())  # 30 images of which four are timed
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("name", SEARCH_FREE)
+def test_every_method_is_timed(model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffrate.compare.time_rows", functools.partial(time_rows, repeats=1))
+    images = torch.randn(4, 3, 32, 32)
+    (row,) = compare(model, [(images, torch.arange(4))], [name], "60%", amp=True, amp_dtype="bfloat16").rows
+    assert row.speed is not None
+    assert (row.speed.batch_size, row.speed.dtype) == (4, "bfloat16")
+    assert row.speed.of_uncompressed > 0
 
 
 def test_command(diffrate_cli: Callable[..., Ran], eval_flags: list[object], tmp_path: Path) -> None:
