@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch import nn
@@ -21,6 +22,7 @@ from diffrate.compare import as_csv, compare, markdown, table
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import compare_evaluations, evaluate
 from diffrate.methods import METHODS, build
+from diffrate.methods.by_image import spread_images
 from diffrate.methods.policy import PolicyModel
 from diffrate.speed import Entrant, Speed, time_rows
 from diffrate.speed import compared as speeds_of
@@ -53,6 +55,31 @@ def test_every_method_meets_its_budget_and_runs(model: nn.Module, name: str) -> 
     assert abs(row.to_whole.loss_difference) > 1e-4
     assert row.settings
     assert json.dumps(row.to_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.52, 0.8])
+def test_macs_are_equal_to_a_percent_on_197_tokens(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All methods together, on images in order, as folders of classes are: what the first cost, the last do not."""
+    torch.manual_seed(0)
+    shape = {"img_size": 28, "patch_size": 2, "in_chans": 1, "embed_dim": 8, "num_heads": 1, "num_classes": 7}
+    model = timm.create_model("vit_tiny_patch16_224", **shape).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    monkeypatch.setattr("diffrate.compare.spread_images", functools.partial(spread_images, least=12))
+    images = torch.randn(48, 1, 28, 28) * torch.linspace(0.1, 3, 48)[:, None, None, None]
+    loader = [(part, torch.arange(len(part)) % 7) for part in images.split(16)]
+    budget = share * diffrate.gmacs(model)
+    compared = untimed(model, loader, ["published", *SEARCH_FREE], [budget])
+    assert not compared.left_out
+    for row in compared.rows:
+        assert row.gmacs == pytest.approx(budget, rel=0.01), row.method
+        assert "off the budget" not in row.note
+    # The images do differ: sampled by the setting that the first twelve meet the budget with, all of them do not.
+    first = build("ats", model, budget, images[:12])
+    assert isinstance(first, PolicyModel)
+    with torch.no_grad():
+        assert abs(first.image_gmacs(images).mean().item() / budget - 1) > 0.01
 
 
 def test_rows_are_paired_with_the_whole_model_and_the_first_row(model: nn.Module, loader) -> None:
@@ -196,10 +223,11 @@ def test_command(diffrate_cli: Callable[..., Ran], eval_flags: list[object], tmp
     kept = tmp_path / "mine.json"
     diffrate.Schedule((17, 12, 8, 5), (17, 12, 8, 5)).save(kept)
     flags = ["compare", *eval_flags[1:], "--schedule", kept, "--methods", "tome,random"]
-    ran = diffrate_cli(*flags, "--output", tmp_path / "out", "--speed", "--json", tmp_path / "again.json")
+    ran = diffrate_cli(*flags, "--output", tmp_path / "out", "--json", tmp_path / "again.json")
     assert ran.code == 0, ran.err
     assert [line.split()[1] for line in ran.out.splitlines()[2:5]] == ["mine", "tome", "random"]
-    assert "12 images on cpu" in ran.out
+    assert "12 images on cpu; speed: eager, float32, 5 images a batch" in ran.out
+    assert ran.out.splitlines()[0].endswith("images/s  x whole")
     saved = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert [row["method"] for row in saved["rows"]] == ["mine", "tome", "random"]
     assert saved["rows"][0]["settings"]["schedule"]["merge"] == [17, 12, 8, 5]
@@ -222,8 +250,9 @@ def test_command_searches(
         write_image(tmp_path / "search" / f"{i:02d}.png", seed=i)
     flags = ["compare", *eval_flags[1:], "--methods", "search,evit", "--budget", "70%"]
     check_refused(diffrate_cli(*flags), "the method search needs --search-dir")
-    ran = diffrate_cli(*flags, "--search-dir", tmp_path / "search")
+    ran = diffrate_cli(*flags, "--search-dir", tmp_path / "search", "--no-speed")
     assert ran.code == 0, ran.err
+    assert "images/s" not in ran.out
     assert not ran.err
     assert [line.split()[1] for line in ran.out.splitlines()[2:4]] == ["search", "evit"]
 
@@ -234,6 +263,18 @@ def test_list_of_methods(diffrate_cli: Callable[..., Ran], tmp_path: Path) -> No
     assert [line.split()[0] for line in ran.out.splitlines()[1:]] == list(METHODS)
     listed = json.loads((tmp_path / "methods.json").read_text())["results"]["methods"]
     assert all(method["what"] for method in listed)
+    departs = {method["name"]: method["departs"] for method in listed}
+    known = {
+        "evit": "keep rate from the start",
+        "tome": "proportional in every model",
+        "tome-decreasing": "running sum is rounded",
+        "atm": "in every block",
+        "ats": "charges attention for all tokens",
+        "evo-vit": "the paper always trains",
+    }
+    for name, words in known.items():
+        assert words in departs[name]
+        assert departs[name] in ran.out
     check_refused(
         diffrate_cli("compare", "--model", "vit_tiny_patch16_224", "--methods", "tome"), "give --data-dir"
     )

@@ -23,13 +23,16 @@ from diffrate.schedule import write_text
 
 
 def methods(json: o.JsonFile = None) -> None:
-    """List the methods that `diffrate compare` can run.
+    """List the methods that `diffrate compare` can run, and what in them is not as in their papers.
 
     Example: diffrate methods
     """
     check_target(json)
-    listed = [{"name": m.name, "what": m.line, "paper": m.paper} for m in METHODS.values()]
-    show_table(["method", "what it does", "paper"], [list(m.values()) for m in listed], text=3)
+    listed = [
+        {"name": m.name, "what": m.line, "paper": m.paper, "departs": m.departs} for m in METHODS.values()
+    ]
+    columns = ["method", "what it does", "paper", "not as in the paper"]
+    show_table(columns, [list(m.values()) for m in listed], text=4)
     save_json(json, {"methods": listed})
 
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from diffrate.errors import DiffRateError
 from diffrate.methods.policy import PolicyModel
 
-MEASURED_ON = 256  # images: the mean cost of so many is that of all to about half a percent
+MEASURED_ON = (
+    256  # images: the mean cost of so many is that of all to 0.3 % (ViT-Ti, where single ones deviate by 5 %)
+)
 
 
 def decides_by_image(model: nn.Module) -> bool:
