@@ -23,7 +23,7 @@ from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate_in_turn
 from diffrate.methods import METHODS, build, cost_of, settings_of
-from diffrate.methods.by_image import ImageCosts, decides_by_image, spread_images
+from diffrate.methods.by_image import ImageCosts, Spread, decides_by_image, spread_images
 from diffrate.methods.fit import TOLERANCE, off_budget
 from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
@@ -104,7 +104,7 @@ def compare(
 ) -> Compared:
     """Evaluate methods at budgets, and schedules and trained models at their own cost, beside the uncompressed model.
 
-    loader     batches of images and labels; it is read twice where a method measures its own cost or speed is timed.
+    loader     batches of images and labels; it is read twice where a method measures its own cost.
     methods    names from `diffrate methods`; each row is compared with the first one.
     budgets    GMACs, or text such as "0.8G,60%"; without any, the costs of the schedules.
     schedules  further rows: a name and a schedule each. They come before the methods of the budget that they meet.
@@ -122,7 +122,7 @@ def compare(
     if len(set(methods)) < len(methods) or set(methods) & set(given) or len(given) < together:
         raise DiffRateError("give each method and schedule once")
     model.to(torch.device(device))
-    images = spread_images(loader).to(torch.device(device)) if speed or "ats" in methods else None
+    images = spread_images(loader).to(torch.device(device)) if "ats" in methods else None
     built: dict[tuple[str, float], nn.Module] = {}
     left_out: list[str] = []
     for name, each in given.items():
@@ -141,24 +141,39 @@ def compare(
         raise DiffRateError(
             "there is nothing to compare: " + ("; ".join(left_out) or "give methods or schedules")
         )
+    timed = batch_size if speed else None
+    return _measured(model, loader, built, left_out, wanted, device, amp, amp_dtype, timed, progress)
+
+
+def _measured(
+    model: nn.Module,
+    loader: Iterable[Any],
+    built: Mapping[tuple[str, float], nn.Module],
+    left_out: list[str],
+    budgets: Sequence[float],
+    device: str | torch.device,
+    amp: bool,
+    amp_dtype: str,
+    timed: int | None,
+    progress: bool,
+) -> Compared:
+    """timed  how many images speed is measured on; None: it is not."""
     models = {UNCOMPRESSED: model, **{f"{name} {budget}": each for (name, budget), each in built.items()}}
     meters = {name: ImageCosts(each) for name, each in models.items() if decides_by_image(each)}
+    spread = None if timed is None else Spread(timed)
 
     def after(name: str, images: Tensor) -> None:
         if name in meters:
             meters[name].add(images)
+        if name == UNCOMPRESSED and spread is not None:
+            spread.add(images)
 
     evaluations = evaluate_in_turn(models, loader, device, amp, amp_dtype, after, progress=progress)
     costs = {name: meters[name].mean() if name in meters else cost_of(each) for name, each in models.items()}
     speeds: dict[str, Speed] = {}
-    if speed and images is not None:
-        speeds = _speeds(
-            models,
-            costs,
-            images[:: max(1, len(images) // batch_size)][:batch_size],
-            amp_dtype if amp else "float32",
-        )
-    rows = _rows(built, wanted, evaluations, costs, meters, speeds)
+    if spread is not None:
+        speeds = _speeds(models, costs, spread.images(timed), amp_dtype if amp else "float32")
+    rows = _rows(built, budgets, evaluations, costs, meters, speeds)
     return Compared(evaluations[UNCOMPRESSED], gmacs(model), rows, left_out, speeds.get(UNCOMPRESSED))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffrate.errors import DiffRateError
-from diffrate.methods.by_image import spread_images
+from diffrate.methods.by_image import Spread, spread_images
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
@@ -20,6 +20,14 @@ def test_every_kth_image_whatever_the_batches(total: int, step: int, batch: int)
     assert found.flatten().tolist() == list(range(0, total, step))
     assert len(found) < 16
     assert len(found) >= min(8, total)
+
+
+def test_a_few_of_those_reach_from_the_first_to_the_last() -> None:
+    spread = Spread(8)
+    spread.add(torch.arange(100).float())
+    assert spread.images().tolist() == list(range(0, 100, 8))
+    assert spread.images(5).tolist() == [0, 24, 48, 72, 96]
+    assert spread.images(50).tolist() == spread.images().tolist()
 
 
 def test_no_images_are_refused() -> None:

@@ -21,21 +21,39 @@ def decides_by_image(model: nn.Module) -> bool:
 
 
 def spread_images(loader: Iterable[Any], least: int = MEASURED_ON) -> Tensor:
-    """Every k-th image of a loader's batches, without labels: from `least` to twice as many, all where there are fewer.
+    """The images of a loader that `Spread` keeps, without their labels; it is read to its end."""
+    spread = Spread(least)
+    for images, _ in loader:
+        spread.add(images)
+    return spread.images()
+
+
+class Spread:
+    """Every k-th of the images that go by: from `least` to twice as many, all where there are fewer.
 
     From the first to the last, because folders are read in the order of their classes, and classes differ in what
-    their images cost. The loader is read to its end.
+    their images cost.
     """
-    chosen: list[Tensor] = []
-    seen, step = 0, 1
-    for images, _ in loader:
-        chosen += [image.clone() for image in images[-seen % step :: step]]
-        seen += len(images)
-        while len(chosen) >= 2 * least:
-            chosen, step = chosen[::2], 2 * step
-    if not chosen:
-        raise DiffRateError("there are no images to evaluate")
-    return torch.stack(chosen)
+
+    def __init__(self, least: int = MEASURED_ON) -> None:
+        self.least, self.seen, self.step = least, 0, 1
+        self.chosen: list[Tensor] = []
+
+    def add(self, images: Tensor) -> None:
+        self.chosen += [image.clone() for image in images[-self.seen % self.step :: self.step]]
+        self.seen += len(images)
+        while len(self.chosen) >= 2 * self.least:
+            self.chosen, self.step = self.chosen[::2], 2 * self.step
+
+    def images(self, most: int | None = None) -> Tensor:
+        """What was kept, or `most` of it, the first and the last among them."""
+        if not self.chosen:
+            raise DiffRateError("there are no images to evaluate")
+        if most is None or most >= len(self.chosen):
+            return torch.stack(self.chosen)
+        return torch.stack(
+            [self.chosen[i] for i in torch.linspace(0, len(self.chosen) - 1, most).round().int()]
+        )
 
 
 class ImageCosts:
