@@ -205,6 +205,7 @@ _LISTED = (
         lambda r: DynamicViT.at(r.model, r.budget),
         lambda model, s: DynamicViT(model, s["keep_rate"]),
         trained=True,
+        departs="the model learns from the first epoch on; the paper freezes it for five",
     ),
     Method(
         "spvit",
