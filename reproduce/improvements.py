@@ -4,10 +4,11 @@ The paper's operator prunes, then merges, into plain means, by class attention. 
 combines several; weights and counts stay. What `--recipe fast` searches with is among them, and what it could gain
 from one more option.
 
-Cost: 17 passes over the validation images for each budget; no search. The issue at ViT-Ti, in one command:
+Cost: 19 passes over the validation images for each budget; no search. The issue at ViT-Ti, in one command:
 
     python reproduce/improvements.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
-        --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G --json results/improvements_vit_tiny.json
+        --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G \\
+        --json results/reproduce_vit_tiny_improvements.json
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "merging only, attention-weighted means, norm-preserving merges": {**WEIGHTED, "keep_norm": True},
     "merging only, attention-weighted means, tokens by cost": BY_COST,
     DEFAULT: KEPT,
+    "fast's default, plain means": {**KEPT, "mean": "plain"},
+    "fast's default, pruning first": {**KEPT, "operation": "prune-merge"},
     "fast's default, class attention x |V|": {**KEPT, "importance": "class-attention-value"},
     "fast's default, size-aware matching": {**KEPT, "size_aware": True},
     "fast's default, 30 % of the importance from before": {**KEPT, "memory": 0.3},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -81,7 +82,70 @@ def test_every_experiment_saves_its_rows(
                 assert row["gmacs"] == pytest.approx(small.budgets[0], rel=0.01)
                 assert row["points_interval"][0] <= row["points"] <= row["points_interval"][1]
     assert [row["images"] for row in saved["number_of_images"]["rows"]] == [16, 20]
-    assert len(saved["off_the_shelf"]["rows"]) == len(diffrate.methods.METHODS)
+    names = [row["name"] for row in saved["off_the_shelf"]["rows"]]
+    assert [name for name in names if "operator" not in name] == list(diffrate.methods.METHODS)
+
+
+@pytest.mark.slow
+def test_rows_off_the_shelf_are_held_against_the_search(
+    load, small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load("off_the_shelf")
+    monkeypatch.setattr(module, "METHODS", ["search", "evit", "constant-rate", "published", "ats"])
+    monkeypatch.setattr("diffrate.methods.fit.TOLERANCE", 1e-9)  # whole tokens miss any budget by more
+    small.model = embedded.model()  # a trained one, far below what it costs: methods disagree
+    budget = 0.31 * diffrate.gmacs(small.model)
+    small.budgets = [budget]
+    module.run(small)
+    saved = json.loads((tmp_path / "rows.json").read_text())["results"]["tables"]["off_the_shelf"]["rows"]
+    rows = {row["name"]: row for row in saved}
+    names = ["search", "evit", "constant-rate", "published", "published, the search's operator", "ats"]
+    # A floor is the search's decision, and constant-rate has none.
+    floored = rows["search"]["settings"]["operator"]["floor"] > 0
+    names[3:3] = ["constant-rate, the search's operator"] * floored
+    assert list(rows) == names
+    images, labels = (torch.cat(parts) for parts in zip(*small.val, strict=True))
+
+    def outcome(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            logits = model(images)
+        return logits.argmax(1) == labels, F.cross_entropy(logits, labels, reduction="none")
+
+    schedule = diffrate.Schedule.from_dict(rows["search"]["settings"]["schedule"])
+    right, loss = outcome(diffrate.compress(small.model, schedule))
+    evit_right, evit_loss = outcome(diffrate.methods.build("evit", small.model, budget))
+    gained, lost = int((evit_right & ~right).sum()), int((right & ~evit_right).sum())
+    assert gained + lost > 0
+    found = rows["evit"]["to_search"]
+    assert found["points"] == pytest.approx(100 * (gained - lost) / 12)
+    assert found["loss_difference"] == pytest.approx((evit_loss - loss).mean().item(), rel=1e-4)
+    assert found["loss_interval"][0] <= found["loss_difference"] <= found["loss_interval"][1]
+    assert found["points_interval"][0] <= found["points"] <= found["points_interval"][1]
+    tail = sum(math.comb(gained + lost, k) for k in range(min(gained, lost) + 1)) / 2 ** (gained + lost)
+    assert found["mcnemar_p"] == pytest.approx(min(1, 2 * tail))
+    assert "to_search" not in rows["search"]
+    assert all("to_search" in rows[name] for name in names[1:])  # the last one is saved, too
+    assert rows["published"]["operator"] == "the paper's"
+    merged = "operation merge, mean attention, choice cost"
+    assert rows["search"]["operator"].startswith(merged)
+    assert rows["published, the search's operator"]["operator"] == rows["search"]["operator"]
+    assert "operator" not in rows["evit"]
+    off = 100 * (diffrate.gmacs(diffrate.methods.build("evit", small.model, budget)) / budget - 1)
+    assert rows["evit"]["note"] == f"{off:+.1f} % off the budget"
+    assert rows["ats"]["padded_gmacs"] > rows["ats"]["gmacs"]
+
+
+def test_each_part_of_the_default_operator_is_left_out_once(load) -> None:
+    variants = list(load("improvements").VARIANTS.values())
+    default = {"operation": "merge", "mean": "attention", "choice": "cost", "keep_norm": True}
+    for part, plain in {
+        "operation": "prune-merge",
+        "mean": "plain",
+        "choice": "rank",
+        "keep_norm": False,
+    }.items():
+        wanted = diffrate.Operator(**{**default, part: plain})
+        assert wanted in [diffrate.Operator(**changes) for changes in variants], part
 
 
 def test_pictures_of_each_method(load, small, tmp_path: Path) -> None:

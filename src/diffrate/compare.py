@@ -1,11 +1,13 @@
 """Several methods at several budgets on the same images: equal MACs, paired differences, and how sure they are.
 
 Every model runs on every batch, in turns. Each row is compared with the uncompressed model and with the first method
-of its budget, image by image.
+of its budget, image by image. Speed is timed as `diffrate bench` does it, all rows in turns in one run, on images of
+the set: what some methods keep depends on them.
 """
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import itertools
@@ -21,13 +23,15 @@ from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate_in_turn
 from diffrate.methods import METHODS, build, cost_of, settings_of
-from diffrate.methods.policy import PolicyModel
+from diffrate.methods.by_image import ImageCosts, Spread, decides_by_image, spread_images
+from diffrate.methods.fit import TOLERANCE, off_budget
+from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import parse_budgets
+from diffrate.speed import DTYPES, UNCOMPRESSED, Entrant, Speed, time_rows
 
-TOLERANCE = 0.01  # of the budget, within which MACs count as equal
-MEASURED_ON = 256  # images on which a method that decides image by image finds its setting
-NUMBERS = ("top1", "top5", "loss", "images", "images_per_second")
+NUMBERS = ("top1", "top5", "loss", "images")
+SPEEDS = ("images_per_second", "of_uncompressed", "ms", "spread_ms")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Row:
     to_first: Comparison | None  # the first method of this budget; None in its own row
     settings: Mapping[str, Any]
     note: str = ""
+    speed: Speed | None = None  # None where it was not timed
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -52,6 +57,7 @@ class Row:
             "to_uncompressed": asdict(self.to_whole),
             "to_first": None if self.to_first is None else asdict(self.to_first),
             "note": self.note,
+            "speed": None if self.speed is None else asdict(self.speed),
             "settings": dict(self.settings),
         }
 
@@ -64,11 +70,16 @@ class Compared:
     gmacs: float
     rows: list[Row]
     left_out: list[str]
+    speed: Speed | None = None  # of the uncompressed model; None where nothing was timed
 
     def to_dict(self) -> dict[str, Any]:
         whole = {name: getattr(self.whole, name) for name in NUMBERS}
         return {
-            "uncompressed": {"gmacs": self.gmacs, **whole},
+            "uncompressed": {
+                "gmacs": self.gmacs,
+                **whole,
+                "speed": None if self.speed is None else asdict(self.speed),
+            },
             "rows": [row.to_dict() for row in self.rows],
             "left_out": self.left_out,
         }
@@ -87,15 +98,18 @@ def compare(
     amp: bool = False,
     amp_dtype: str = "float16",
     seed: int = 0,
+    speed: bool = True,
+    batch_size: int = 64,
     progress: bool = True,
 ) -> Compared:
     """Evaluate methods at budgets, and schedules and trained models at their own cost, beside the uncompressed model.
 
-    loader     batches of images and labels; it is read more than once where methods measure their own cost.
+    loader     batches of images and labels; it is read twice where a method measures its own cost.
     methods    names from `diffrate methods`; each row is compared with the first one.
     budgets    GMACs, or text such as "0.8G,60%"; without any, the costs of the schedules.
     schedules  further rows: a name and a schedule each. They come before the methods of the budget that they meet.
     trained    the same with models that have weights of their own, such as methods.trained.read_trained returns.
+    speed      also time every row, with `batch_size` images spread over the set; with amp, all in that type.
     """
     whole = gmacs(model)
     given = {name: compress(model, schedule) for name, schedule in (schedules or {}).items()}
@@ -108,7 +122,7 @@ def compare(
     if len(set(methods)) < len(methods) or set(methods) & set(given) or len(given) < together:
         raise DiffRateError("give each method and schedule once")
     model.to(torch.device(device))
-    images = _first_images(loader, torch.device(device)) if "ats" in methods else None
+    images = spread_images(loader).to(torch.device(device)) if "ats" in methods else None
     built: dict[tuple[str, float], nn.Module] = {}
     left_out: list[str] = []
     for name, each in given.items():
@@ -127,10 +141,11 @@ def compare(
         raise DiffRateError(
             "there is nothing to compare: " + ("; ".join(left_out) or "give methods or schedules")
         )
-    return _evaluated(model, loader, built, left_out, wanted, device, amp, amp_dtype, progress)
+    timed = batch_size if speed else None
+    return _measured(model, loader, built, left_out, wanted, device, amp, amp_dtype, timed, progress)
 
 
-def _evaluated(
+def _measured(
     model: nn.Module,
     loader: Iterable[Any],
     built: Mapping[tuple[str, float], nn.Module],
@@ -139,16 +154,37 @@ def _evaluated(
     device: str | torch.device,
     amp: bool,
     amp_dtype: str,
+    timed: int | None,
     progress: bool,
 ) -> Compared:
-    models = {"": model, **{f"{name} {budget}": each for (name, budget), each in built.items()}}
-    meters = {name: ImageCosts(each) for name, each in models.items() if _decides_by_image(each)}
+    """timed  how many images speed is measured on; None: it is not."""
+    models = {UNCOMPRESSED: model, **{f"{name} {budget}": each for (name, budget), each in built.items()}}
+    meters = {name: ImageCosts(each) for name, each in models.items() if decides_by_image(each)}
+    spread = None if timed is None else Spread(timed)
 
     def after(name: str, images: Tensor) -> None:
         if name in meters:
             meters[name].add(images)
+        if name == UNCOMPRESSED and spread is not None:
+            spread.add(images)
 
     evaluations = evaluate_in_turn(models, loader, device, amp, amp_dtype, after, progress=progress)
+    costs = {name: meters[name].mean() if name in meters else cost_of(each) for name, each in models.items()}
+    speeds: dict[str, Speed] = {}
+    if spread is not None:
+        speeds = _speeds(models, costs, spread.images(timed), amp_dtype if amp else "float32")
+    rows = _rows(built, budgets, evaluations, costs, meters, speeds)
+    return Compared(evaluations[UNCOMPRESSED], gmacs(model), rows, left_out, speeds.get(UNCOMPRESSED))
+
+
+def _rows(
+    built: Mapping[tuple[str, float], nn.Module],
+    budgets: Sequence[float],
+    evaluations: Mapping[str, Evaluation],
+    costs: Mapping[str, float],
+    meters: Mapping[str, ImageCosts],
+    speeds: Mapping[str, Speed],
+) -> list[Row]:
     rows: list[Row] = []
     for budget in budgets:
         first: Evaluation | None = None
@@ -156,15 +192,38 @@ def _evaluated(
             if at != budget:
                 continue
             result = evaluations[key := f"{name} {budget}"]
-            cost = meters[key].mean() if key in meters else cost_of(each)
-            note = f"padded to {meters[key].padded():.3g} GMACs in these batches" if key in meters else ""
-            if abs(cost - budget) > TOLERANCE * budget:
-                note = f"{100 * (cost / budget - 1):+.1f} % off the budget" + (f"; {note}" if note else "")
-            to_whole = compare_evaluations(result, evaluations[""])
+            notes = [off_budget(costs[key], budget)]
+            if key in meters:
+                notes.append(f"padded to {meters[key].padded():.3g} GMACs in these batches")
+            to_whole = compare_evaluations(result, evaluations[UNCOMPRESSED])
             to_first = None if first is None else compare_evaluations(result, first)
             first = first or result
-            rows.append(Row(name, budget, cost, result, to_whole, to_first, settings_of(each), note))
-    return Compared(evaluations[""], gmacs(model), rows, left_out)
+            note = "; ".join(filter(None, notes))
+            rows.append(
+                Row(
+                    name,
+                    budget,
+                    costs[key],
+                    result,
+                    to_whole,
+                    to_first,
+                    settings_of(each),
+                    note,
+                    speeds.get(key),
+                )
+            )
+    return rows
+
+
+def _speeds(
+    models: Mapping[str, nn.Module], costs: Mapping[str, float], images: Tensor, dtype: str
+) -> dict[str, Speed]:
+    """Every model on the same images, timed in turns; the batch is halved where there is no memory for it."""
+    lent = copy.deepcopy(dict(models))  # together, so that what they share stays shared
+    rows = [Entrant(name, each.to(DTYPES[dtype]).eval(), costs[name]) for name, each in lent.items()]
+    batch = images.to(DTYPES[dtype])
+    timed = largest_that_fits(lambda n: time_rows(rows, batch[:n], dtype=dtype), len(batch), "what is timed")
+    return {speed.name: speed for speed in timed}
 
 
 def _budgets(budgets: str | Sequence[float], whole: float, costs: Sequence[float]) -> list[float]:
@@ -182,62 +241,15 @@ def _budgets(budgets: str | Sequence[float], whole: float, costs: Sequence[float
     return found
 
 
-def _first_images(loader: Iterable[Any], device: torch.device) -> Tensor:
-    """The first images, without their labels."""
-    parts: list[Tensor] = []
-    for images, _ in loader:
-        parts.append(images.to(device))
-        if sum(map(len, parts)) >= MEASURED_ON:
-            break
-    if not parts:
-        raise DiffRateError("there are no images to evaluate")
-    return torch.cat(parts)[:MEASURED_ON]
+COLUMNS = ("budget", "method", "GMACs", "top-1 %", "points to whole", "loss rise", "points to first", "p")
 
 
-def _decides_by_image(model: nn.Module) -> bool:
-    return isinstance(model, PolicyModel) and model.policy.by_image
-
-
-class ImageCosts:
-    """What the images cost under a method that decides image by image: alone, and padded to their batch's longest."""
-
-    def __init__(self, model: nn.Module) -> None:
-        assert isinstance(model, PolicyModel)
-        self.model = model
-        self.alone: list[Tensor] = []
-        self.in_batch: list[Tensor] = []
-
-    def add(self, images: Tensor) -> None:
-        counts = self.model.image_counts(images)
-        self.alone.append(self.model.gmacs_of_counts(counts))
-        longest = counts.amax(dim=0, keepdim=True).expand_as(counts)
-        self.in_batch.append(self.model.gmacs_of_counts(longest))
-
-    def mean(self) -> float:
-        return float(torch.cat(self.alone).mean())
-
-    def padded(self) -> float:
-        return float(torch.cat(self.in_batch).mean())
-
-
-COLUMNS = (
-    "budget",
-    "method",
-    "GMACs",
-    "top-1 %",
-    "points to whole",
-    "loss rise",
-    "points to first",
-    "p",
-    "images/s",
-)
-
-
-def table(compared: Compared, speed: bool = False) -> tuple[list[str], list[list[str]]]:
+def table(compared: Compared) -> tuple[list[str], list[list[str]]]:
     """Columns and cells for people: differences with their 95 % intervals, and McNemar's p against the first row."""
+    timed = compared.speed is not None
     whole = compared.whole
-    rate = [f"{whole.images_per_second:.1f}"] if speed else []
-    cells = [["", "uncompressed", f"{compared.gmacs:.3f}", f"{whole.top1:.2f}", "", "", "", "", *rate]]
+    cells = [["", UNCOMPRESSED, f"{compared.gmacs:.3f}", f"{whole.top1:.2f}", "", "", "", ""]]
+    cells[0] += _speed_cells(compared.speed)
     for row in compared.rows:
         first = row.to_first
         cells.append(
@@ -250,14 +262,24 @@ def table(compared: Compared, speed: bool = False) -> tuple[list[str], list[list
                 _interval(row.to_whole.loss_difference, row.to_whole.loss_interval, 3),
                 "" if first is None else _interval(first.top1_difference, first.top1_interval, 2),
                 "" if first is None else f"{first.mcnemar_p:.2g}",
-                *([f"{row.evaluation.images_per_second:.1f}"] if speed else []),
+                *_speed_cells(row.speed),
             ]
         )
-    return list(COLUMNS if speed else COLUMNS[:-1]), cells
+    return [*COLUMNS, *(("images/s", "x whole") if timed else ())], cells
 
 
-def markdown(compared: Compared, speed: bool = False) -> str:
-    columns, cells = table(compared, speed)
+def _speed_cells(speed: Speed | None) -> list[str]:
+    return [] if speed is None else [f"{speed.images_per_second:.1f}", f"{speed.of_uncompressed:.2f}"]
+
+
+def speed_line(compared: Compared) -> str:
+    """How the speeds were measured, to stand behind what else is said of a comparison."""
+    speed = compared.speed
+    return "" if speed is None else f"; speed: {speed.mode}, {speed.dtype}, {speed.batch_size} images a batch"
+
+
+def markdown(compared: Compared) -> str:
+    columns, cells = table(compared)
     lines = [columns, ["---"] * len(columns), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
@@ -273,19 +295,24 @@ def as_csv(compared: Compared) -> str:
         for side, name in itertools.product(sides, differences)
         for end in (("_low", "_high") if name.endswith("interval") else ("",))
     ]
-    writer.writerow(["method", "budget", "gmacs", *NUMBERS, *names, "note"])
+    writer.writerow(["method", "budget", "gmacs", *NUMBERS, *SPEEDS, *names, "note"])
     blank: list[Any] = [""] * len(names)
-    whole = compared.to_dict()["uncompressed"]
-    writer.writerow(["uncompressed", "", compared.gmacs, *(whole[name] for name in NUMBERS), *blank, ""])
+    whole = compared.to_dict()[UNCOMPRESSED]
+    writer.writerow([UNCOMPRESSED, "", compared.gmacs, *_plain(whole), *blank, ""])
     for row in compared.rows:
         values = row.to_dict()
         cells: list[Any] = []
         for side, name in itertools.product(sides, differences):
             value = "" if values[side] is None else values[side][name]
             cells += (list(value) or ["", ""]) if name.endswith("interval") else [value]
-        numbers = [values[name] for name in ("method", "budget", "gmacs", *NUMBERS)]
-        writer.writerow([*numbers, *cells, row.note])
+        writer.writerow([row.method, row.budget, row.gmacs, *_plain(values), *cells, row.note])
     return text.getvalue()
+
+
+def _plain(values: Mapping[str, Any]) -> list[Any]:
+    """The numbers of a row, and of its speed where it was timed."""
+    speed = values["speed"] or dict.fromkeys(SPEEDS, "")
+    return [*(values[name] for name in NUMBERS), *(speed[name] for name in SPEEDS)]
 
 
 def _interval(value: float, ends: tuple[float, float], digits: int) -> str:

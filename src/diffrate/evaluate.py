@@ -118,6 +118,7 @@ def evaluate_in_turn(
             if warm_up and i == 0:
                 for model in models.values():
                     _timed(model, images, portions, amp, amp_dtype)
+                    model.eval()  # anew, for a model whose images take turns
             for name in names[i % len(names) :] + names[: i % len(names)]:
                 logits, seconds = _timed(models[name], images, portions, amp, amp_dtype)
                 runs[name].add(logits, labels, seconds)

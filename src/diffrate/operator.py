@@ -87,6 +87,15 @@ class Operator:
     def has_extras(self) -> bool:
         return any(getattr(self, name) for name in EXTRAS)
 
+    def in_words(self) -> str:
+        """How it differs from the paper's operator."""
+        # Class attention is the paper's; "auto" is what it is called before a model is known.
+        plain = Operator(self.importance if self.importance in SHARED else "auto")
+        changes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changes = {name: value for name, value in changes.items() if value != getattr(plain, name)}
+        words = [name if value is True else f"{name} {value}" for name, value in changes.items()]
+        return ", ".join(words) or "the paper's"
+
     def changed(self, **changes: Any) -> Operator:
         """A copy with every change that is not None.
 

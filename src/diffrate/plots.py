@@ -12,7 +12,7 @@ from diffrate.schedule import write_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from diffrate.compare import Compared
+    from diffrate.compare import Compared, Row
     from diffrate.costs.gemmini import Design, Workload
     from diffrate.schedule import Schedule
     from diffrate.searching.budget import Budget
@@ -76,18 +76,21 @@ def speed_plot(rows: list[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def accuracy_plot(compared: Compared, path: Path, speed: bool = False) -> None:
-    """Top-1 against GMACs, a line a method with 95 % intervals of the difference, and against speed if asked."""
+def accuracy_plot(compared: Compared, path: Path) -> None:
+    """Top-1 against GMACs, a line a method with 95 % intervals of the difference, and against speed where timed."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12 if speed else 6.5, 4.5), layout="constrained")
-    panels = figure.subplots(1, 1 + speed, squeeze=False)[0]
-    whole = compared.whole
+    def place(of: Compared | Row, by_cost: bool) -> float:
+        return of.gmacs if by_cost or of.speed is None else of.speed.images_per_second
+
+    whole, timed = compared.whole, compared.speed is not None
+    figure = Figure(figsize=(12 if timed else 6.5, 4.5), layout="constrained")
+    panels = figure.subplots(1, 1 + timed, squeeze=False)[0]
     for axes, x in zip(panels, ("GMACs", "images per second"), strict=False):
         by_cost = x == "GMACs"
         for method in dict.fromkeys(row.method for row in compared.rows):
             rows = [row for row in compared.rows if row.method == method]
-            at = [row.gmacs if by_cost else row.evaluation.images_per_second for row in rows]
+            at = [place(row, by_cost) for row in rows]
             top1 = [row.evaluation.top1 for row in rows]
             low = [row.to_whole.top1_difference - row.to_whole.top1_interval[0] for row in rows]
             high = [row.to_whole.top1_interval[1] - row.to_whole.top1_difference for row in rows]
@@ -96,7 +99,7 @@ def accuracy_plot(compared: Compared, path: Path, speed: bool = False) -> None:
                 at, top1, yerr=spread, marker="o", markersize=4, capsize=3, linewidth=1, label=method
             )
         axes.plot(
-            compared.gmacs if by_cost else whole.images_per_second,
+            place(compared, by_cost),
             whole.top1,
             "k*",
             markersize=11,

@@ -173,11 +173,23 @@ def bench(
         def timed(batch_size: int, mode: str) -> list[Speed]:
             shape = (batch_size, layout.in_chans, *layout.img_size)
             images = torch.randn(shape, device=where, dtype=DTYPES[dtype])
-            return compared(rows, _measure(rows, images, mode, repeats, gate), batch_size, mode, dtype)
+            return time_rows(rows, images, mode, dtype, repeats, gate)
 
         for batch_size in batch_sizes:
             for mode in modes:
                 yield largest_that_fits(partial(timed, mode=mode), batch_size, "what is timed")
+
+
+def time_rows(
+    rows: Sequence[Entrant],
+    images: Tensor,
+    mode: str = "eager",
+    dtype: str = "float32",
+    repeats: int = 10,
+    gate: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[Speed]:
+    """Time models on a batch of images, both of one type, in turns; the first is the uncompressed one."""
+    return compared(rows, _measure(rows, images, mode, repeats, gate), len(images), mode, dtype)
 
 
 def _measure(

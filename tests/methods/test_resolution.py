@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from timm.models.vision_transformer import checkpoint_filter_fn
+from torch import nn
 from torchvision.transforms.v2.functional import InterpolationMode
 from torchvision.transforms.v2.functional import resize as torchvision_resize
 
@@ -64,3 +65,28 @@ def test_what_cannot_be_met_is_refused() -> None:
         LowerResolution.at(model, 2 * diffrate.gmacs(model))
     with pytest.raises(DiffRateError, match="cannot meet"):
         LowerResolution.at(model, 1e-9)
+
+
+@pytest.mark.parametrize(("share", "batch"), [(0.5, 1), (0.99, 1), (0.37, 64), (0.3, 7)])
+def test_what_is_charged_is_what_runs_in_batches_of_any_size(share: float, batch: int) -> None:
+    model = random_vit(depth=1)
+    baseline = LowerResolution(resized(model, (20, 20)), model, share)
+    ran = {"smaller": 0, "larger": 0}
+
+    def count(name: str):
+        def hook(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+            ran[name] += len(arguments[0])
+
+        return hook
+
+    for name in ran:
+        getattr(baseline, name).register_forward_pre_hook(count(name))
+    images = torch.randn(128, 3, 32, 32)
+    with torch.no_grad():
+        logits = torch.cat([baseline(part) for part in images.split(batch)])
+        assert ran["larger"] == pytest.approx(128 * share, abs=1)
+        assert sum(ran.values()) == 128
+        cost = ran["larger"] * diffrate.gmacs(model) + ran["smaller"] * diffrate.gmacs(baseline.smaller)
+        assert cost / 128 == pytest.approx(baseline.gmacs, rel=0.01)
+        baseline.eval()  # the same images get the same sizes again, however they come
+        torch.testing.assert_close(baseline(images), logits, rtol=1e-4, atol=1e-4)

@@ -41,7 +41,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Method:
-    """name, a line for `diffrate methods`, the paper, and how it is built; without `rebuild`, it is a schedule."""
+    """name, a line for `diffrate methods`, the paper, and how it is built; without `rebuild`, it is a schedule.
+
+    departs  what is not as in the paper, in words; every method is held to a budget of MACs, whatever its paper tunes.
+    """
 
     name: str
     line: str
@@ -49,6 +52,7 @@ class Method:
     build: Callable[[Request], nn.Module]
     rebuild: Callable[[nn.Module, Mapping[str, Any]], MethodModel] | None = None  # from its settings
     trained: bool = False  # whether it has parts that are no good before they are trained
+    departs: str = ""
 
 
 def build(
@@ -120,6 +124,10 @@ def _again(policy: Callable[[Layout, Mapping[str, Any]], Policy]) -> Callable[..
     return lambda model, settings: PolicyModel(model, policy(backbone_of(model).layout, settings))
 
 
+_AS_TOME = (
+    "r may lie between whole numbers: its running sum is rounded; attention is proportional in every model, the paper "
+    "leaves that out for MAE models off the shelf"
+)
 _LISTED = (
     Method(
         "search",
@@ -139,6 +147,7 @@ _LISTED = (
         "Liang et al. 2022, Not All Patches Are What You Need",
         _under(EViT.at),
         _again(lambda layout, s: EViT(layout, s["keep_rate"], s["fuse"])),
+        departs="finetune trains at the final keep rate from the start; the paper lowers it over the first epochs",
     ),
     Method(
         "tome",
@@ -146,6 +155,7 @@ _LISTED = (
         "Bolya et al. 2023, Token Merging",
         _under(ToMe.at),
         _again(lambda layout, s: ToMe(layout, tuple(s["r"]))),
+        departs=_AS_TOME,
     ),
     Method(
         "tome-decreasing",
@@ -153,20 +163,23 @@ _LISTED = (
         "Bolya et al. 2023, Token Merging",
         _under(lambda model, budget: ToMe.at(model, budget, decreasing=True)),
         _again(lambda layout, s: ToMe(layout, tuple(s["r"]))),
+        departs=_AS_TOME,
     ),
     Method(
         "atm",
-        "ToMe with ATM's size-aware matching: the smaller half of the tokens joins the larger; without its thresholds",
+        "ToMe with ATM's size-aware matching: the smaller half of the tokens joins the larger",
         "Lee and Choi 2025, Lossless Token Merging",
         _under(SizeAware.at),
         _again(lambda layout, s: SizeAware(layout, tuple(s["r"]))),
+        departs="size-aware in every block, the paper in the last ones only; r tokens a block in place of thresholds",
     ),
     Method(
         "tofu",
-        "ToMe with ToFu's norm-preserving merging: a merged token has its longest member's norm; without its pruning",
+        "ToMe with ToFu's norm-preserving merging: a merged token has its longest member's norm",
         "Kim et al. 2024, Token Fusion",
         _under(NormPreserving.at),
         _again(lambda layout, s: NormPreserving(layout, tuple(s["r"]))),
+        departs="merges in every block; the paper prunes in the first ones",
     ),
     Method(
         "ats",
@@ -174,6 +187,8 @@ _LISTED = (
         "Fayyaz et al. 2022, Adaptive Token Sampling",
         _sampled,
         _again(lambda layout, s: AdaptiveSampling(layout, s["samples"], s["first_block"])),
+        departs="computes and charges attention for all tokens of a block, the paper for the sampled rows only; "
+        "starts in a later block at budgets that sampling from there on cannot use up",
     ),
     Method(
         "evo-vit",
@@ -181,6 +196,7 @@ _LISTED = (
         "Xu et al. 2022, Evo-ViT",
         lambda r: EvoViT.at(r.model, r.budget),
         lambda model, s: EvoViT(model, s["slow"]),
+        departs="the paper always trains with it, which compare does not; no layer-to-stage training in finetune",
     ),
     Method(
         "dynamicvit",
@@ -189,6 +205,7 @@ _LISTED = (
         lambda r: DynamicViT.at(r.model, r.budget),
         lambda model, s: DynamicViT(model, s["keep_rate"]),
         trained=True,
+        departs="the model learns from the first epoch on; the paper freezes it for five",
     ),
     Method(
         "spvit",
@@ -197,6 +214,7 @@ _LISTED = (
         lambda r: SPViT.at(r.model, r.budget),
         lambda model, s: SPViT(model, s["keep_rate"]),
         trained=True,
+        departs="all stages keep one share, the paper's come from a table of latencies; selectors are trained at once",
     ),
     Method(
         "constant-rate",

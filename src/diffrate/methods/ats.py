@@ -7,6 +7,10 @@ picked at least once stays. Images with concentrated attention keep fewer tokens
 
 What that costs: tokens per image differ, so a batch is padded to its longest image. Padding is computed and thrown
 away; MACs "per image" leave it out, as the paper does, and only images that run alone reach them.
+
+Not as in the paper: attention is computed, and charged, for every token that enters a block, where the paper computes
+only the rows of those that it picked; and where sampling from there on cannot use up a budget, it starts in a later
+block.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 At a quarter, half and three quarters of the depth (blocks 4, 7 and 10 of 12), between attention and MLP, a share of
 the image tokens stays: those with the highest class attention, mean over heads. The others become one more token,
 their sum weighted by that attention. It stays a token like any other in the blocks that follow.
+
+Not as in the paper: `finetune` trains at the final keep rate from the first step, where the paper lowers it to that
+over the first epochs.
 """
 
 from __future__ import annotations

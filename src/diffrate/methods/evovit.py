@@ -7,7 +7,8 @@ representative token, their mean weighted by that attention, which runs along; e
 representative moved by, in attention and MLP together. Global class attention is a running mean over the blocks, half
 of it from the latest one; a placeholder, which did not attend, keeps its own.
 
-There is no selector to train: the model's weights are tuned under the rule. In training the mean of the image tokens is
+There is no selector to train: the model's weights are tuned under the rule. The paper always trains with it; off the
+shelf it shows what the rule does to weights that never saw it. In training the mean of the image tokens is
 classified too, by the same classifier, and its cross-entropy added (the paper's assisted CLS token loss). Its
 layer-to-stage training is not here: every block selects anew throughout.
 """

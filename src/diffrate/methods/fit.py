@@ -7,6 +7,7 @@ from collections.abc import Callable
 from diffrate.errors import DiffRateError
 
 HALVINGS = 60  # of the interval in which the parameter lies
+TOLERANCE = 0.01  # of the budget, within which MACs count as equal
 
 
 def smallest_within(
@@ -21,6 +22,15 @@ def smallest_within(
         middle = (above + under) / 2
         above, under = (middle, under) if gmacs(middle) > budget else (above, middle)
     return under
+
+
+def off_budget(gmacs: float, budget: float) -> str:
+    """What to say of a cost that does not count as equal to the budget; nothing of one that does."""
+    return (
+        ""
+        if abs(gmacs - budget) <= TOLERANCE * budget
+        else f"{100 * (gmacs / budget - 1):+.1f} % off the budget"
+    )
 
 
 def out_of_reach(method: str, budget: float, least: float, most: float) -> DiffRateError:

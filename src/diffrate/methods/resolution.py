@@ -2,7 +2,8 @@
 
 Images are resized (bicubic, antialiased) and the position embedding is resampled by timm's own `set_input_size`.
 Whole patches alone would miss a budget by several percent, so two neighbouring sizes share the images: so many get
-the larger one that the mean cost is the budget.
+the larger one that the mean cost is the budget. Images take turns, and the turns go on from batch to batch, so that any
+number of images in batches of any size is within one image of that share.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from diffrate.errors import DiffRateError
 
 
 class LowerResolution(nn.Module):
-    """smaller, larger  models for two sizes; share  of the images that go through the larger one."""
+    """smaller, larger  models for two sizes; share  of the images that go through the larger one.
+
+    `eval()` and `train()` begin the turns anew: an evaluation gives every image the size that it had in the last one.
+    """
 
     def __init__(self, smaller: nn.Module, larger: nn.Module, share: float) -> None:
         super().__init__()
         self.smaller, self.larger, self.share = smaller, larger, share
         self.sizes = tuple(backbone_of(model).layout.img_size for model in (smaller, larger))
         self.gmacs = share * gmacs(larger) + (1 - share) * gmacs(smaller)
+        self.seen = 0  # images since the turns began
 
     @classmethod
     def at(cls, model: nn.Module, budget: float) -> LowerResolution:
@@ -44,8 +49,13 @@ class LowerResolution(nn.Module):
             f"lower resolution cannot meet a budget of {budget:.4g} GMACs: it reaches {most:.4g}"
         )
 
+    def train(self, mode: bool = True) -> LowerResolution:
+        self.seen = 0
+        return super().train(mode)
+
     def forward(self, images: Tensor) -> Tensor:
-        larger = in_turns(len(images), self.share).to(images.device)
+        larger = in_turns(len(images), self.share, self.seen).to(images.device)
+        self.seen += len(images)
         logits: Tensor | None = None
         for chosen, model, size in zip(
             (~larger, larger), (self.smaller, self.larger), self.sizes, strict=True
@@ -91,10 +101,15 @@ def resized(model: nn.Module, size: tuple[int, int]) -> nn.Module:
 def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
     if images.shape[-2:] == size:
         return images
-    return F.interpolate(images, size, mode="bicubic", antialias=True, align_corners=False)
+    # Not every device resizes half precision.
+    small = F.interpolate(images.float(), size, mode="bicubic", antialias=True, align_corners=False)
+    return small.to(images.dtype)
 
 
-def in_turns(count: int, share: float) -> Tensor:
-    """(count,) bool, evenly spread: of any first n, about share x n are true."""
-    steps = (torch.arange(count + 1, dtype=torch.float64) * share + 1e-9).floor()
+def in_turns(count: int, share: float, before: int = 0) -> Tensor:
+    """(count,) bool, evenly spread: of any first n, about share x n are true.
+
+    before  images that had their turns already.
+    """
+    steps = (torch.arange(before, before + count + 1, dtype=torch.float64) * share + 1e-9).floor()
     return steps.diff() > 0

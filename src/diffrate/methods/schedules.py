@@ -1,5 +1,6 @@
-"""Schedules to compare a searched one with, at the same MACs and under the same operator.
+"""Schedules to compare a searched one with, at the same MACs; under the paper's operator, or under any that is given.
 
+A search by the fast recipe has an operator of its own: counts alone are compared only where both have the same one.
 Like a search, they leave the first block alone, and the last one too where the head looks at all tokens.
 """
 

@@ -4,8 +4,13 @@ In every block, between attention and MLP, tokens are split in two sets by turns
 similar token of the second, by cosine similarity of the keys, mean over heads; the r most similar pairs merge into
 means weighted by size. Attention is proportional to size. The prefix is never merged.
 
+Not as in the paper: r is what a budget leaves, and one between whole numbers goes by its rounded running sum, where the
+paper's are whole; attention is proportional in every model, where the paper leaves that out for MAE models whose
+weights are not tuned.
+
 size-aware  (after ATM, Lee and Choi 2025) the smaller half of the tokens joins the larger half, so that two large
-            tokens do not merge; equal sizes are split by turns. ATM's thresholds in place of r are not here.
+            tokens do not merge; equal sizes are split by turns. Here in every block, where the paper does so in the
+            last ones only. ATM's thresholds in place of r are not here.
 norm        (after ToFu, Kim et al. 2024) a merged token keeps the largest norm among its members, which a mean
             would shrink. ToFu's pruning in the first blocks is not here.
 """
