@@ -26,8 +26,8 @@ PARTS = {
 }  # of other files
 WRITERS = {"page", "speed_table", "training_tables"}  # of pages: they measure nothing
 FILES = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
-TO_COME = {"off_the_shelf", "improvements"}
-EXPERIMENTS = sorted(FILES.keys() - PARTS - WRITERS - TO_COME)
+
+EXPERIMENTS = sorted(FILES.keys() - PARTS - WRITERS)
 
 pytestmark = pytest.mark.skipif(
     not FOLDER.is_dir(), reason="reproduce/ is part of a checkout, not of the package"
