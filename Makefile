@@ -27,8 +27,13 @@ lint: setup
 docs: setup  # build/site/index.html opens from disk; `make test` builds it too, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Files of tests share two processes, but for those that kill and starve processes themselves.
+ALONE := tests/attack tests/test_portions.py
+SHARED := -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE))
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED)
+	$(BIN)/python -m pytest $(ALONE)
 
 attack: setup  # damaged files and images, kills, interruptions, full disks and wrong flags: about an hour
 	PYTHONPATH=tests $(BIN)/python -m attack results/attacks_cpu.json
@@ -38,7 +43,8 @@ load: setup  # 200,000 images, 10,000 forward passes, two minutes of requests: a
 
 # The tests on the lowest version of every dependency, in an environment of their own.
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest
+	$(LOWEST)/bin/python -m pytest $(SHARED)
+	$(LOWEST)/bin/python -m pytest $(ALONE)
 
 $(LOWEST)/.installed: pyproject.toml
 	test -x $(LOWEST)/bin/python || $(LOWEST_PYTHON) -m venv $(LOWEST)
