@@ -26,6 +26,10 @@ from diffrate.searching.subject import kl
 
 EACH = 64  # schedules that a process takes at a time
 AT_ONCE = 512  # images of one forward pass
+MEASURES = (
+    "loss",
+    "divergence",
+)  # the negative log-likelihood, and the distance from what the whole model answers
 
 Given = tuple[nn.Module, Tensor, Tensor, Tensor]  # model, images, labels, and what the whole model answers
 _mine: Given  # of a process
@@ -59,13 +63,12 @@ class ManySchedules:
     def __exit__(self, *_: object) -> None:
         self.resources.close()
 
-    def each(self, schedules: Sequence[diffrate.Schedule], part: slice, by: str) -> Tensor:
-        """(S, B) of a part of the images: the negative log-likelihood, or the divergence from the whole model."""
+    def each(self, schedules: Sequence[diffrate.Schedule], part: slice) -> Tensor:
+        """(S, 2, B) of a part of the images, by each of `MEASURES`."""
         if self.pool is None:
-            return torch.from_numpy(_each(self.given, schedules, part, by))
+            return torch.from_numpy(_each(self.given, schedules, part))
         some = [schedules[i : i + EACH] for i in range(0, len(schedules), EACH)]
-        rows = self.pool.map(_my_each, some, [part] * len(some), [by] * len(some))
-        return torch.from_numpy(np.concatenate(list(rows)))
+        return torch.from_numpy(np.concatenate(list(self.pool.map(_my_each, some, [part] * len(some)))))
 
 
 def _begin(file: Path) -> None:
@@ -74,20 +77,18 @@ def _begin(file: Path) -> None:
     _mine = torch.load(file, weights_only=False)
 
 
-def _my_each(schedules: Sequence[diffrate.Schedule], part: slice, by: str) -> np.ndarray:
-    return _each(_mine, schedules, part, by)
+def _my_each(schedules: Sequence[diffrate.Schedule], part: slice) -> np.ndarray:
+    return _each(_mine, schedules, part)
 
 
 @torch.inference_mode()
-def _each(given: Given, schedules: Sequence[diffrate.Schedule], part: slice, by: str) -> np.ndarray:
+def _each(given: Given, schedules: Sequence[diffrate.Schedule], part: slice) -> np.ndarray:
     model, images, labels, whole = given
     rows = []
     for schedule in schedules:
         answers = _answers(diffrate.compress(model, schedule), images[part])
-        if by == "divergence":
-            rows.append(kl(whole[part], answers))
-        else:
-            rows.append(F.cross_entropy(answers, labels[part], reduction="none"))
+        loss = F.cross_entropy(answers, labels[part], reduction="none")
+        rows.append(torch.stack([loss, kl(whole[part], answers)]))
     return torch.stack(rows).double().cpu().numpy()
 
 

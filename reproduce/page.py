@@ -17,9 +17,10 @@ import markdown_table
 import paper_tables
 import what_was_run
 
+from diffrate.methods.fit import off_budget
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "how_good.md"
-TOLERANCE = 0.01  # of the budget, within which MACs count as equal
 INTRODUCTION = """\
 # How good is it?
 
@@ -171,11 +172,10 @@ def measurements(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def cost_note(row: dict[str, Any]) -> str:
     """Where a row is not at equal MACs, and what batches of images that keep different numbers of tokens cost."""
-    off = row["gmacs"] / row["budget"] - 1
-    said = [f"{100 * off:+.1f} % off the budget"] if abs(off) > TOLERANCE else []
+    said = [off_budget(row["gmacs"], row["budget"])]
     if "padded_gmacs" in row:
         said.append(f"padded to {row['padded_gmacs']:.3f} GMACs in these batches")
-    return "; ".join(said)
+    return "; ".join(filter(None, said))
 
 
 def race(row: dict[str, Any]) -> str:
@@ -183,7 +183,7 @@ def race(row: dict[str, Any]) -> str:
     by = row["name"].removeprefix("the race by ")
     said = [
         f"The race by {by} at {row['budget']:.3g} GMACs: {row['better']:,} of {row['schedules']:,} random schedules "
-        f"ended with a lower {by} than the searched one, which is {row['rank_percent']:.2g} %."
+        f"ended with a lower {by} than {row.get('search', 'the searched one')}, which is {row['rank_percent']:.2g} %."
     ]
     if "may_miss_percent" in row:
         most = f"{row['may_miss_percent']:.2g} % of the better ones at most"

@@ -1,25 +1,26 @@
 """Schedule comparison (figure): the searched counts among 10,000 random schedules of the same MACs and operator.
 
 The paper's figure has no numbers: its schedules were "close to optimal" among 10,000 random ones, evaluated whole. Here
-two races on the validation images: by the mean negative log-likelihood, which is less noisy than accuracy, and by the
-divergence from the uncompressed model, which is less noisy still, and is what the search makes small on its own images:
+a race on the validation images: by the mean negative log-likelihood, which is less noisy than accuracy, and by the
+divergence from the uncompressed model, which is less noisy still, and is what the search makes small on its own images.
+The searches of several seeds (`--seeds`, `--schedule`) are raced against at once:
 
 1. Images in a random order. All schedules see the first 64 (32 on a CPU); then the survivors as many again, and again,
    until the images end. On a GPU in half precision, from `--runners` processes (many_schedules.py).
-2. After each part a schedule is out when it is worse than the searched one by more than 2.33 standard errors of the
-   paired difference; out counts as worse. If differences were normal, a part would put out one in a hundred of those
-   that are as good; they are not, and all schedules share the order of the images. So
+2. After each part a schedule is out when it is worse than every searched one, by both measures, by more than 2.33
+   standard errors of the paired difference; out counts as worse. If differences were normal, a part would put out at
+   most one in a hundred of those that are as good; they are not, and all schedules share the order of the images. So
 3. 500 of those that are out, drawn at random, see all images after all: how many of them are better tells what the
    rule has missed.
-4. The rank is the share of the 10,000 that ended with a lower mean than the searched schedule.
+4. The rank is the share of the 10,000 that ended with a lower mean than a searched schedule.
 
 Random schedules: shares drawn evenly, sorted over the blocks, raised to the power that meets the MACs; the last block
 of a class-token model gives up its tokens, as in the search. Beside them, the schedules of ToMe (constant number),
 EViT (stepwise), constant rates and the paper, under the same operator.
 
-Cost: a search, and races at the last of `--budgets`. How far a race goes depends on how many are hard to tell apart: of
-ViT-Ti at 0.655 GMACs 1,226 images a schedule on average, which took 305 s on an H200 that six trainings shared. Hours
-on a CPU: `--random 200`.
+Cost: a search for each seed, and the race at the last of `--budgets`. How far a race goes depends on how many are hard
+to tell apart: of ViT-Ti at 0.655 GMACs 1,226 images a schedule on average, which took 305 s on an H200 that six
+trainings shared. Hours on a CPU: `--random 200`.
 
 Measured here: results/reproduce_vit_tiny_race_h200.json, ViT-Ti at 0.655 GMACs: 85 of 10,000 ended with a lower loss,
 0.85 %, and 4 with a lower divergence, under an earlier rule that let the better half go on. Other budgets and the
@@ -33,7 +34,6 @@ embedded model were not run.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,12 +42,13 @@ from pathlib import Path
 
 import setting as shared
 import torch
-from many_schedules import EACH, ManySchedules
+from many_schedules import EACH, MEASURES, ManySchedules
 from setting import OutOfTimeError, Setting, Table
 from torch import Tensor
 
 import diffrate
 from diffrate.errors import DiffRateError
+from diffrate.methods.fit import off_budget
 from diffrate.methods.schedules import (
     constant_number,
     constant_rate,
@@ -66,12 +67,10 @@ PAPER = "a figure without numbers: close to optimal among 10,000 random schedule
 
 @dataclass
 class Race:
-    """How many of the schedules ended better than the reference, and how far each part went."""
+    """How many of the schedules ended better than each reference, by each measure, and how far each part went."""
 
-    better: int
-    total: int
-    best: int  # index of the schedule with the lowest mean, the reference aside
-    best_rise: float  # its mean minus the reference's, on the images that it saw
+    better: list[list[int]]
+    best: list[int]  # by each measure, the index of the schedule with the lowest mean
     entered: list[int]  # schedules that entered each part
     images: list[int]  # images seen by the end of each part
     out: list[int]  # indices of the schedules that did not see all images
@@ -80,27 +79,27 @@ class Race:
 
 def race(
     many: ManySchedules,
-    reference: diffrate.Schedule,
+    references: Sequence[diffrate.Schedule],
     schedules: Sequence[diffrate.Schedule],
-    by: str = "loss",
     check_time: Callable[[], None] = lambda: None,
 ) -> Race:
-    """Race schedules against a reference on images in their order, by "loss" or "divergence"."""
-    sums = torch.zeros(len(schedules), 2, dtype=torch.float64)  # of the differences and their squares
+    """Race schedules against references on images in their order."""
+    # Of the differences and their squares, (2, S, R, 2): to each reference, by each measure.
+    sums = torch.zeros(2, len(schedules), len(references), len(MEASURES), dtype=torch.float64)
     left, entered, seen = list(range(len(schedules))), [], []
     start, length, complete = 0, FIRST[many.device.type], True
     while start < many.images and left:
         part = slice(start, min(start + length, many.images))
         try:
-            own = many.each([reference], part, by)
+            theirs = many.each(references, part)
             added = torch.zeros_like(sums)
             at_once = EACH * max(many.workers, 1) * 2  # between two looks at the clock
             for some in (left[i : i + at_once] for i in range(0, len(left), at_once)):
                 check_time()
-                theirs = many.each([schedules[i] for i in some], part, by) - own
-                if not theirs.isfinite().all():
+                differences = many.each([schedules[i] for i in some], part)[:, None] - theirs
+                if not differences.isfinite().all():
                     raise FloatingPointError("a schedule has no loss: who is ahead cannot be said")
-                added[some] = torch.stack([theirs.sum(dim=1), theirs.square().sum(dim=1)], dim=1)
+                added[:, some] = torch.stack([differences.sum(-1), differences.square().sum(-1)])
         except OutOfTimeError:
             if not seen:
                 raise
@@ -112,101 +111,109 @@ def race(
         seen.append(start)
         if start < many.images:
             left = survivors(left, sums, start)
-    means = {i: float(sums[i, 0]) / start for i in left}
-    best = min(means, key=lambda i: means[i]) if means else -1
-    better = sum(mean < 0 for mean in means.values())
-    rise = means.get(best, math.nan)
+    better = (sums[0, left] < 0).sum(0).tolist()
+    best = [left[i] for i in sums[0, left, 0].argmin(0).tolist()] if left else []
     out = sorted(set(range(len(schedules))) - set(left))
-    return Race(better, len(schedules), best, rise, entered, seen, out, complete)
-
-
-def audit(
-    many: ManySchedules,
-    reference: diffrate.Schedule,
-    schedules: Sequence[diffrate.Schedule],
-    by: str = "loss",
-    check_time: Callable[[], None] = lambda: None,
-) -> int:
-    """How many schedules are better than the reference on all images."""
-    check_time()
-    every = slice(0, many.images)
-    means = (many.each(schedules, every, by) - many.each([reference], every, by)).mean(dim=1)
-    return int((means < 0).sum())
+    return Race(better, best, entered, seen, out, complete)
 
 
 def survivors(left: Sequence[int], sums: Tensor, images: int) -> list[int]:
-    """Who is not clearly worse than the reference."""
-    mean = sums[left, 0] / images
-    error = ((sums[left, 1] / images - mean.square()).clamp_min(0) / max(images - 1, 1)).sqrt()
-    return [i for i, stays in zip(left, (mean <= SURELY * error).tolist(), strict=True) if stays]
+    """Who is not clearly worse than all references by all measures."""
+    mean, square = sums[:, left] / images
+    error = ((square - mean.square()).clamp_min(0) / max(images - 1, 1)).sqrt()
+    stays = (mean <= SURELY * error).flatten(1).any(1)
+    return [i for i, one in zip(left, stays.tolist(), strict=True) if one]
+
+
+def audit(
+    many: ManySchedules, references: Sequence[diffrate.Schedule], out: Sequence[diffrate.Schedule]
+) -> tuple[int, list[list[int]]]:
+    """Some of the schedules that left a race, on all images: how many, and how many of them are better after all."""
+    some = torch.randperm(len(out), generator=torch.Generator().manual_seed(1))[:AUDITED].tolist()
+    every = slice(0, many.images)
+    theirs = many.each(references, every).mean(-1)
+    audited = torch.zeros(0, *theirs.shape)
+    if some:
+        audited = many.each([out[i] for i in some], every).mean(-1)[:, None] - theirs
+    return len(some), (audited < 0).sum(0).tolist()
 
 
 def run(
-    setting: Setting, count: int = RANDOM, given: diffrate.Schedule | None = None, runners: int | None = None
+    setting: Setting,
+    count: int = RANDOM,
+    given: Sequence[diffrate.Schedule] = (),
+    runners: int | None = None,
+    seeds: int = 1,
 ) -> None:
-    """The races at the tightest budget; of a schedule that is `given`, or else searched for here."""
+    """The race at the tightest budget: against schedules that are `given`, or searched for here by their seeds."""
     if runners is None:
         runners = RUNNERS if setting.device.type == "cuda" else 0
     table = Table(setting, "schedule_comparison", f"Schedule comparison, {count:,} random ones", PAPER)
     images, labels = (torch.cat(parts) for parts in zip(*setting.val, strict=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(images.device)
     budget = setting.budgets[-1]
-    found = setting.search(budget)[0] if given is None else given
-    if abs(diffrate.gmacs(setting.model, found) / budget - 1) > 0.01:
-        raise DiffRateError(
-            f"the schedule costs {diffrate.gmacs(setting.model, found):.4f} GMACs, not {budget:g}"
-        )
-    table.measure("search", found, budget=budget)
+    found = list(given) or [setting.search(budget, seed)[0] for seed in range(seeds)]
+    costs = [diffrate.gmacs(setting.model, each) for each in found]
+    for cost in costs:
+        if off_budget(cost, budget):
+            raise DiffRateError(f"the schedule costs {cost:.4f} GMACs, not {budget:g}")
+    operator = found[0].operator
+    if any(each.operator != operator for each in found):
+        raise DiffRateError("the schedules have several operators; random ones can have only one")
+    names = ["search", *(f"search {i}" for i in range(2, len(found) + 1))]
+    for name, each in zip(names, found, strict=True):
+        table.measure(name, each, budget=budget)
     simple = {"ToMe's counts": constant_number, "EViT's counts": stepwise, "constant rate": constant_rate}
     for name, make in simple.items():
-        table.measure(name, make(setting.model, budget, found.operator), budget=budget)
-    paper = replace(published_schedule(setting.model, budget), operator=found.operator)
+        table.measure(name, make(setting.model, budget, operator), budget=budget)
+    paper = replace(published_schedule(setting.model, budget), operator=operator)
     table.measure("the paper's counts", paper, budget=budget)
-    cost = diffrate.gmacs(setting.model, found)
-    drawn = random_schedules(setting.model, cost, range(count), found.operator, last_is_free=True)
+    drawn = random_schedules(
+        setting.model, sum(costs) / len(costs), range(count), operator, last_is_free=True
+    )
+    began = time.monotonic()
     with ManySchedules(setting.model, images[order], labels[order], runners) as many:
-        for by in ("loss", "divergence"):
-            began = time.monotonic()
-            try:
-                result = race(many, found, drawn, by, setting.check_time)
-            except OutOfTimeError:
+        try:
+            result = race(many, found, drawn, setting.check_time)
+        except OutOfTimeError:
+            for by in MEASURES:
                 table.add(f"the race by {by}", budget=budget, left_out="out of time")
-                raise
-            found_at = time.monotonic() - began
-            some = torch.randperm(len(result.out), generator=torch.Generator().manual_seed(1))[:AUDITED]
-            left_early = [drawn[result.out[i]] for i in some.tolist()]
-            audited: dict[str, int] = {}
-            if left_early and result.complete:
-                after_all = audit(many, found, left_early, by, setting.check_time)
-                audited = {"audited": len(left_early), "audited_better": after_all}
+            raise
+        seconds = time.monotonic() - began
+        audited, after_all = audit(many, found, [drawn[i] for i in result.out] if result.complete else [])
+    for i, name in enumerate(names):
+        for j, by in enumerate(MEASURES):
             table.add(
                 f"the race by {by}",
                 budget=budget,
-                better=result.better,
-                schedules=result.total,
-                rank_percent=100 * result.better / result.total,
-                **audited,
+                search=name,
+                better=result.better[i][j],
+                schedules=count,
+                rank_percent=100 * result.better[i][j] / count,
+                audited=audited,
+                audited_better=after_all[i][j],
                 complete=result.complete,
-                seconds=found_at,
+                seconds=seconds,
                 runners=runners,
                 entered=result.entered,
                 images=result.images,
             )
-            if result.best >= 0:
-                table.measure(f"best random one by {by}", drawn[result.best], budget=budget, seed=result.best)
+    for by, best in zip(MEASURES, result.best, strict=False):
+        table.measure(f"best random one by {by}", drawn[best], budget=budget, seed=best)
 
 
 def main() -> None:
     flags = shared.parser(__doc__)
     flags.add_argument("--random", type=int, default=RANDOM, help="random schedules")
+    flags.add_argument("--seeds", type=int, default=1, help="searches to race against")
     flags.add_argument(
-        "--schedule", type=Path, help="the file of a search that was run before, for its budget"
+        "--schedule", type=Path, nargs="+", default=[], help="files of searches that were run before, instead"
     )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()
-    given = None if arguments.schedule is None else diffrate.Schedule.load(arguments.schedule)
     try:
-        run(shared.setting(arguments), arguments.random, given, arguments.runners)
+        given = [diffrate.Schedule.load(file) for file in arguments.schedule]
+        run(shared.setting(arguments), arguments.random, given, arguments.runners, arguments.seeds)
     except OutOfTimeError:
         print("out of time: the rows so far are saved")
     except DiffRateError as error:

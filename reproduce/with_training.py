@@ -152,6 +152,17 @@ def run_job(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def missing(jobs: list[Job], results: dict[str, Any]) -> list[Job]:
+    """The jobs that have no row of as many epochs; rows of fewer are taken out."""
+    epochs = {(job.kind, job.budget, job.seed): job.recipe.epochs for job in jobs}
+    done: dict[tuple[str, str, int], dict[str, Any]] = {
+        (row["name"], row["budget"], row["seed"]): row for row in results["runs"]
+    }
+    done = {key: row for key, row in done.items() if epochs.get(key, row["of_epochs"]) == row["of_epochs"]}
+    results["runs"] = list(done.values())
+    return [job for job in jobs if (job.kind, job.budget, job.seed) not in done]
+
+
 def finished(jobs: list[Job], pool: ProcessPoolExecutor | None) -> Iterator[dict[str, Any]]:
     """The jobs' rows as they come; without a pool one after the other, here."""
     if pool is None:
@@ -201,25 +212,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             deadline,
         )  # fmt: skip
 
-    def collect(jobs: list[Job], pool: ProcessPoolExecutor | None) -> None:
-        done = {(row["name"], row["budget"], row["seed"]): row["of_epochs"] for row in results["runs"]}
-        missing = [j for j in jobs if done.get((j.kind, j.budget, j.seed)) != j.recipe.epochs]
-        replaced = {(j.kind, j.budget, j.seed) for j in missing}
-        results["runs"] = [
-            row for row in results["runs"] if (row["name"], row["budget"], row["seed"]) not in replaced
-        ]
-        for row in finished(missing, pool):
-            results["runs"].append(row)
-            print(
-                f"{row['name']:26s} {row['budget']:8s} seed {row['seed']}  {row['test_accuracy']:.2f} %  "
-                f"{row['epochs']} epochs, {row['seconds']:.0f} s",
-                flush=True,
-            )
-            summarise(results)
-            results["seconds"] = time.time() - started
-            if arguments.json is not None:
-                write_results(arguments.json, shlex.join(["python", *sys.argv]), results, device)
-
     here = {"precision": precision, "compile": arguments.compile}
     tune = replace(TUNE, epochs=arguments.tune_epochs, lr=arguments.tune_lr, **here)
     seeds = range(arguments.seeds)
@@ -246,7 +238,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         from_scratch = [job(WHOLE + SCRATCH, "100%", 0, scratch)]
         from_scratch += [job(SCRATCH, budget, s, scratch) for s in seeds for budget in schedules]
         longest_first = from_scratch if arguments.epochs else []
-        collect([*longest_first, job(WHOLE + TUNED, "100%", 0, tune), *tuned, *rivals], pool)
+        jobs = [*longest_first, job(WHOLE + TUNED, "100%", 0, tune), *tuned, *rivals]
+        for row in finished(missing(jobs, results), pool):
+            results["runs"].append(row)
+            print(
+                f"{row['name']:26s} {row['budget']:8s} seed {row['seed']}  {row['test_accuracy']:.2f} %  "
+                f"{row['epochs']} epochs, {row['seconds']:.0f} s",
+                flush=True,
+            )
+            summarise(results)
+            results["seconds"] = time.time() - started
+            if arguments.json is not None:
+                write_results(arguments.json, shlex.join(["python", *sys.argv]), results, device)
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)

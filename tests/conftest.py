@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -35,6 +37,8 @@ from diffrate.cli.app import main
 torch.set_num_threads(1)
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
+
+REPRODUCE = Path(__file__).resolve().parents[1] / "reproduce"
 
 TINY = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 32, "num_heads": 2, "num_classes": 3}
 TINY_FLAGS = [
@@ -213,3 +217,12 @@ def flop_counter() -> Iterator[FlopCounterMode]:
 def every_token(fast, images):
     """The forward that runs every token of the last block, as the MACs of papers are counted; `forward` runs fewer."""
     return fast.backbone.head(fast.forward_tokens(images))
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a file of reproduce/ by its name, without leaving its neighbours importable."""
+    if not REPRODUCE.is_dir() or not (REPRODUCE.parent / "docs").is_dir():
+        pytest.skip("reproduce/ and docs/ are part of a checkout, not of the package")
+    monkeypatch.syspath_prepend(str(REPRODUCE))
+    return importlib.import_module

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
 ORIGIN = {"command": "x", "device": "y", "commit": "z", "date": "2026-01-01"}
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    if not (ROOT / "reproduce").is_dir() or not (ROOT / "docs").is_dir():
-        pytest.skip("reproduce/ and docs/ are part of a checkout, not of the package")
-    monkeypatch.syspath_prepend(str(ROOT / "reproduce"))
-    return importlib.import_module
 
 
 def measured(name: str, budget: float, **more: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from diffrate.backbones.base import Attention
 from diffrate.errors import DiffRateError
 from diffrate.kernels import ops
+from diffrate.kernels.operators import has_room
 from diffrate.kernels.patches import PatchProducts
 from diffrate.mixing import mix
 from diffrate.operator import Operator
@@ -187,8 +188,8 @@ def _trains_at_once(attention: Attention) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_room() -> bool:
-    """Whether programs may hold all keys of a head: from Ampere on, which multiplies bf16 too."""
-    return torch.cuda.get_device_capability()[0] >= 8
+    """Whether programs may hold all keys of a head, on a GPU that then multiplies bf16 too."""
+    return has_room(torch.device("cuda"))
 
 
 def _trains(attention: Attention) -> bool:

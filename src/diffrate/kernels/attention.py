@@ -172,17 +172,10 @@ def attend_back(
 
 
 def _attend_back_outputs(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    size: Tensor,
-    scale: float,
-    mixed: Tensor,
-    log_sum: Tensor,
+    _: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    b, heads, n, d = k.shape
-    return tuple(q.new_empty((b, n, heads, d)).transpose(1, 2) for _ in range(3))  # type: ignore[return-value]
+    q, k, v = (t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in (q, k, v))
+    return q, k, v
 
 
 def _remember_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -1,0 +1,124 @@
+"""reproduce/schedule_comparison.py: the race of schedules ends as a full evaluation would, in any process."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import diffrate
+from conftest import random_vit
+from diffrate.methods.schedules import random_schedules
+from diffrate.searching import fast
+
+
+def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: ModuleType = load("schedule_comparison")
+    model = random_vit(depth=6)
+    images, labels = torch.randn(40, 3, 32, 32), torch.randint(7, (40,))
+    cost = diffrate.gmacs(model)
+    schedules = random_schedules(model, 0.7 * cost, range(10)) + random_schedules(model, 0.3 * cost, range(5))
+    references = random_schedules(model, 0.8 * cost, [99, 98])
+    many = load("many_schedules").ManySchedules(model, images, labels)
+
+    def measured(schedule: diffrate.Schedule) -> list[float]:
+        with torch.no_grad():
+            answers, whole = diffrate.compress(model, schedule)(images), model(images)
+        loss = F.cross_entropy(answers, labels).item()
+        return [
+            loss,
+            F.kl_div(answers.log_softmax(-1), whole.softmax(-1), reduction="batchmean").item(),
+        ]
+
+    def better(than: list[diffrate.Schedule], some: list[int]) -> list[list[int]]:
+        theirs = map(measured, than)
+        return [[sum(all_of[i][by] < their[by] for i in some) for by in range(2)] for their in theirs]
+
+    all_of = [measured(schedule) for schedule in schedules]
+    monkeypatch.setattr(module, "FIRST", {"cpu": 8})
+    monkeypatch.setattr(module, "SURELY", float("inf"))  # nobody is out early
+    full = module.race(many, references, schedules)
+    assert full.entered == [15, 15, 15, 15]
+    assert full.images == [8, 16, 32, 40]
+    assert full.better == better(references, list(range(15)))
+    assert full.best == [min(range(15), key=lambda i: all_of[i][by]) for by in range(2)]
+    assert full.out == []
+    assert full.complete
+    monkeypatch.setattr(module, "SURELY", 1.0)
+    short = module.race(many, references, schedules)
+    assert short.entered[-1] < 15
+    assert len(short.out) >= 15 - short.entered[-1]
+    audited, missed = module.audit(many, references, [schedules[i] for i in short.out])
+    assert (audited, missed) == (len(short.out), better(references, short.out))
+    together = [
+        [a + b for a, b in zip(*rows, strict=True)] for rows in zip(short.better, missed, strict=True)
+    ]
+    assert together == full.better
+    worse = max(range(15), key=lambda i: all_of[i][0])  # one that the others beat
+    _, missed = module.audit(many, [schedules[worse]], schedules)
+    assert missed == better([schedules[worse]], list(range(15)))
+    assert missed[0][0] == 14
+    assert module.audit(many, references, []) == (0, [[0, 0], [0, 0]])
+    monkeypatch.setattr(module, "AUDITED", 4)
+    assert module.audit(many, references, schedules)[0] == 4
+
+
+def moments(means: list[float], n: int, deviation: float) -> torch.Tensor:
+    return torch.tensor([[m * n for m in means], [(deviation**2 + m * m) * n for m in means]]).double()
+
+
+def test_who_goes_on_in_the_race(load) -> None:
+    module: ModuleType = load("schedule_comparison")
+    means = [-0.2, 0.0, 0.4, 0.5]
+    sums = moments(means, 101, 2.0)[..., None, None]  # a standard error of 0.2
+    assert module.survivors([3, 2, 1, 0], sums, 101) == [2, 1, 0]  # the last is worse by 2.5 of them
+    # Of two references and two measures, one that it is not clearly worse than, by one, keeps a schedule in.
+    sums = moments([0.5] * 12, 101, 2.0).reshape(2, 3, 2, 2)
+    sums[:, 1, 1, 0] = moments([0.4], 101, 2.0)[:, 0]
+    assert module.survivors([0, 1, 2], sums, 101) == [1]
+    drawn = torch.randn(5000, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sums = torch.stack([drawn.sum(1), drawn.square().sum(1)])[..., None, None]
+    out = 5000 - len(module.survivors(range(5000), sums, 64))
+    assert out / 50 == pytest.approx(1.0, rel=0.4)  # percent of those that are no worse
+
+
+def test_a_race_that_time_ends_counts_what_it_saw(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: ModuleType = load("schedule_comparison")
+    model = random_vit(depth=4)
+    images, labels = torch.randn(12, 3, 32, 32), torch.randint(7, (12,))
+    schedules = random_schedules(model, 0.7 * diffrate.gmacs(model), range(4))
+    many = load("many_schedules").ManySchedules(model, images, labels)
+    monkeypatch.setattr(module, "FIRST", {"cpu": 4})
+    monkeypatch.setattr(module, "SURELY", float("inf"))
+    looks = iter(range(100))
+
+    def check_time() -> None:
+        if next(looks) > 0:
+            raise module.OutOfTimeError
+
+    ended = module.race(many, schedules[:1], schedules, check_time)
+    assert (ended.complete, ended.entered, ended.images) == (False, [4], [4])
+    own = many.each(schedules, slice(0, 4)).mean(-1)
+    assert ended.better == [(own < own[0]).sum(0).tolist()]
+    with pytest.raises(module.OutOfTimeError):
+        module.race(many, schedules[:1], schedules, check_time)
+
+
+def test_processes_have_the_losses_of_each_schedule_alone(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: ModuleType = load("many_schedules")
+    monkeypatch.setattr(module, "EACH", 2)
+    model = random_vit(depth=5)
+    images, labels = torch.randn(4, 3, 32, 32), torch.randint(7, (4,))
+    schedules = random_schedules(
+        model, 0.5 * diffrate.gmacs(model), range(5), fast.OPERATOR, last_is_free=True
+    )
+    with module.ManySchedules(model, images, labels, workers=2) as many:
+        found = many.each(schedules, slice(1, 3))
+    with torch.no_grad():
+        logits = [diffrate.compress(model, schedule)(images[1:3]) for schedule in schedules]
+    alone = torch.stack([F.cross_entropy(each, labels[1:3], reduction="none") for each in logits])
+    torch.testing.assert_close(found[:, 0], alone.double(), rtol=1e-5, atol=1e-6)
+    assert (found[:, 1] > 0).all()
+    assert len({tuple(row) for row in found[:, 0].tolist()}) == 5
