@@ -156,8 +156,9 @@ def times(record: dict[str, Any]) -> str:
             continue
         seen.add(what)
         images = row["batch_size"]
-        shared = (max(1, GLOBAL // images), *((MANY,) if images * MANY <= LARGEST_STEP else ()))
-        for gpus in (1,) if row["mode"] == "compiled-graph" else shared:  # graphs are for one process
+        shared = [max(1, GLOBAL // images)] + [MANY] * (images * MANY <= LARGEST_STEP)
+        alone = [1] * (row["mode"] == "compiled-graph" and images < GLOBAL)  # a step in parts
+        for gpus in alone + shared:
             hours = [expected_hours(row["ms"], n, gpus, images, results["model"]) for n in EPOCHS.values()]
             cells = " | ".join(f"{value:.1f} h" if value >= 1 else f"{60 * value:.0f} min" for value in hours)
             lines.append(

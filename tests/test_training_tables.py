@@ -57,6 +57,7 @@ def test_times(tables):
         "| 2.90 G | 128 | eager | 30.0 ms | 8 | 19 min | 3.1 h |",
         "| 2.90 G | 128 | eager | 30.0 ms | 32 | 5 min | 47 min |",
         "| 2.90 G | 256 | compiled-graph | 20.0 ms | 1 | 50 min | 8.3 h |",
+        "| 2.90 G | 256 | compiled-graph | 20.0 ms | 4 | 13 min | 2.1 h |",
     ]
 
 

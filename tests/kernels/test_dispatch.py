@@ -77,6 +77,7 @@ SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost", "image_
 @pytest.mark.parametrize("few", [True, False])
 def test_both_paths_give_the_same_logits(model, images, calls, changes, path, few, monkeypatch):
     monkeypatch.setattr(kernels, "FEW_HEADS", 64 if few else 0)
+    monkeypatch.setattr(kernels, "_plain_is_faster", lambda _: False)  # on a GPU, in fp32 of so few images
     fast = diffrate.compress(model, SCHEDULE, **changes)
     with kernels.using(path), torch.no_grad():
         ours, tokens = fast(images), fast.forward_tokens(images)
@@ -90,12 +91,15 @@ def test_many_images_attend_without_a_bias(model, images, monkeypatch):
     widened, widen = [], ops.widen
     monkeypatch.setattr(ops, "widen", lambda *given: widened.append(given[-1]) or widen(*given))
     monkeypatch.setattr(kernels, "FEW_HEADS", 0)
-    fast = diffrate.compress(model, SCHEDULE)
+    dtype, close = (torch.float16, 0.1) if DEVICE == "cuda" else (torch.float32, 1e-4)  # as cuDNN has it
+    fast, images = diffrate.compress(model.to(dtype), SCHEDULE), images.to(dtype)
     with torch.no_grad():
         ours = fast.forward_tokens(images)
+    if DEVICE == "cuda" and not kernels._prefers_cudnn():
+        pytest.skip("on this GPU attention is not cuDNN's")
     assert widened == [False, True]  # once tokens have sizes: what removes nothing, and what ranks as well
     with kernels.using("plain"), torch.no_grad():
-        torch.testing.assert_close(ours.x, fast.forward_tokens(images).x, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.x, fast.forward_tokens(images).x, rtol=close, atol=close)
 
 
 def test_attention_in_training_is_one_kernel_once_tokens_have_sizes(model, images, monkeypatch):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,9 +27,14 @@ class Gradients:
         processes = accelerator.num_processes
         sharded = accelerator.distributed_type == DistributedType.FSDP
         # Small steps wait for their kernels to be launched, but not as a graph.
-        self.graphs = recipe.compile and can_be_graphs(accelerator.device, processes, sharded)
+        self.graphs = recipe.compile and can_be_graphs(accelerator.device, sharded)
         self.running: Any = prepared
-        if recipe.compile:
+        # What processes say to each other cannot be recorded: of several, the model inside is compiled, and the
+        # exchange of gradients comes after its backward pass.
+        self.inside = accelerator.unwrap_model(prepared) if self.graphs and processes > 1 else None
+        if self.inside is not None:
+            self.inside.compile(mode="reduce-overhead")
+        elif recipe.compile:
             self.running = torch.compile(prepared, mode="reduce-overhead" if self.graphs else None)
         # Of several processes none can try a step again alone: they rehearse the first one.
         self.rehearses = processes > 1 and not sharded
@@ -39,7 +44,19 @@ class Gradients:
         """Leave the gradients of a step's parts with the parameters; their mean loss. `seed` gets a part's number."""
         if self.rehearses:
             self._rehearse(drawn, seed)
-        return self.portions.fitted(lambda some: self._in_portions(drawn, some, seed), len(drawn[0][0]))
+        with torch._dynamo.config.patch(optimize_ddp=False) if self.inside is not None else nullcontext():
+            return self.portions.fitted(lambda some: self._in_portions(drawn, some, seed), len(drawn[0][0]))
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Within, `prepared` runs as it is written; so it does anyway, unless the model inside it is compiled."""
+        with nullcontext() if self.inside is None else torch.compiler.set_stance("force_eager"):
+            yield
+
+    def end(self) -> None:
+        """Leave the model as it came."""
+        if self.inside is not None:
+            self.inside._compiled_call_impl = None
 
     def _in_portions(self, drawn: list[Part], portions: list[slice], seed: Callable[[int], None]) -> Tensor:
         """Forward and backward of all parts, each in portions. What was there is forgotten."""
@@ -71,7 +88,8 @@ class Gradients:
 
     def _give_up_graphs(self) -> None:
         """Run uncompiled from now on: memory ran out, and graphs hold all that their steps need at any time."""
-        self.graphs, self.running = False, self.prepared
+        self.end()
+        self.graphs, self.running, self.inside = False, self.prepared, None
         torch._dynamo.reset()
         release_memory()
 
@@ -83,7 +101,7 @@ class Gradients:
         """
 
         def alone(portions: list[slice]) -> None:
-            with self.accelerator.no_sync(self.prepared):
+            with self.accelerator.no_sync(self.prepared), self.uncompiled():
                 images, labels = drawn[0]
                 for portion in portions:
                     with self.accelerator.autocast():
@@ -101,6 +119,6 @@ class Gradients:
         self.portions.splits = self.rehearses = False
 
 
-def can_be_graphs(device: torch.device, processes: int, sharded: bool) -> bool:
-    """Whether steps can be CUDA graphs: what processes say to each other cannot be recorded."""
-    return device.type == "cuda" and processes == 1 and not sharded
+def can_be_graphs(device: torch.device, sharded: bool) -> bool:
+    """Whether steps can be CUDA graphs: shards of weights are gathered within a step, which cannot be recorded."""
+    return device.type == "cuda" and not sharded

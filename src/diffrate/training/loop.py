@@ -214,6 +214,7 @@ class Run:
                     self._epoch(parts)
         finally:
             # autocast comes off the caller's model
+            self.gradients.end()
             self.accelerator.unwrap_model(self.prepared, keep_fp32_wrapper=False)
             if self.recipe.grad_checkpointing:
                 _set_checkpointing(self.model, False)
@@ -291,7 +292,7 @@ class Run:
             self.validation, self.recipe.batch_size, self.workers, self.process, self.processes
         )
         tested = self.prepared if self.ema is None else self.ema.module
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), self.gradients.uncompiled():
             seen = evaluate(tested, batches, self.accelerator.device, progress=False)
         sums = torch.tensor([seen.top1 * seen.images, seen.images], device=self.accelerator.device)
         correct, images = self.accelerator.reduce(sums, "sum").tolist()

@@ -47,7 +47,7 @@ class Recipe:
     temperature: float = _field(1.0, "Temperature of both answers in the distillation.")
     ema_decay: float = _field(0.0, "Decay of a moving average of the weights; 0 is off.")
     precision: str = _field("bf16", "no, fp16 or bf16.")
-    compile: bool = _field(False, "Compile the model with torch.compile; on one GPU, as CUDA graphs.")
+    compile: bool = _field(False, "Compile the model with torch.compile; on GPUs, as CUDA graphs.")
     grad_checkpointing: bool = _field(False, "Compute each block twice instead of keeping its activations.")
     seed: int = _field(0, "Seed of order, mixing and augmentation.")
 
