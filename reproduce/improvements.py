@@ -6,9 +6,9 @@ from one more option.
 
 Cost: 19 passes over the validation images for each budget; no search.
 
-Measured here: results/reproduce_vit_tiny_more_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.110 under the
-paper's operator and by 0.044 under fast's default; the rows with plain means and with pruning first were not run yet.
-The embedded model: results/reproduce_embedded_h200.json. At ViT-Ti, in one command:
+Measured here: results/reproduce_vit_tiny_improvements_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.110 under
+the paper's operator and by 0.045 under fast's default. The embedded model:
+results/reproduce_embedded_improvements_h200.json. At ViT-Ti, in one command:
 
     python reproduce/improvements.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
         --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G \\

@@ -2,12 +2,12 @@
 
 Here a search by the fast recipe at the tightest budget, on random subsets of the search images.
 
-Cost: a search each: five, of 20 to 36 s on a shared H200 with ViT-Ti, of 76 to 117 s on two CPU cores with the embedded
+Cost: a search each: five, of 16 to 41 s on a shared H200 with ViT-Ti, of 76 to 117 s on two CPU cores with the embedded
 model.
 
-Measured here: results/reproduce_vit_tiny_more_h200.json, before merges kept norms, ViT-Ti at 0.655 GMACs: the loss
-rises by 0.068 with 64 images, 0.060 with 500, 0.059 with 1,000. The embedded model:
-results/reproduce_embedded_cpu.json.
+Measured here: results/reproduce_vit_tiny_number_of_images_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.043
+with 64 images, 0.036 with 500, 0.044 with 1,000. The embedded model:
+results/reproduce_embedded_number_of_images_h200.json.
 
     python reproduce/number_of_images.py --json results/reproduce_embedded_number_of_images_cpu.json
     python reproduce/number_of_images.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\

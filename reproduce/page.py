@@ -138,12 +138,14 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
         yield f"### {table['title']}\n"
         yield from paper(table["paper"])
         measured = [row for row in table["rows"] if "points" in row]
-        races = [row for row in table["rows"] if "better" in row]
+        raced = [row for row in table["rows"] if "better" in row]
         left_out = [row for row in table["rows"] if "left_out" in row]
         if measured:
             yield "\n".join(measurements(measured)) + "\n"
-        if races or left_out:
-            yield "\n".join([*map(race, races), *reasons(left_out)]) + "\n"
+        if raced:
+            yield "\n".join(races(raced)) + "\n"
+        if left_out:
+            yield "\n".join(reasons(left_out)) + "\n"
         others = [row for row in table["rows"] if not row.keys() & {"points", "better", "left_out"}]
         for keys in dict.fromkeys(tuple(row) for row in others):
             header = ["" if key == "name" else key.replace("_", " ") for key in keys]
@@ -178,31 +180,34 @@ def cost_note(row: dict[str, Any]) -> str:
     return "; ".join(filter(None, said))
 
 
-def race(row: dict[str, Any]) -> str:
-    """A race of random schedules against the searched one, in words."""
-    by = row["name"].removeprefix("the race by ")
-    said = [
-        f"The race by {by} at {row['budget']:.3g} GMACs: {row['better']:,} of {row['schedules']:,} random schedules "
-        f"ended with a lower {by} than {row.get('search', 'the searched one')}, which is {row['rank_percent']:.2g} %."
-    ]
-    if "may_miss_percent" in row:
-        most = f"{row['may_miss_percent']:.2g} % of the better ones at most"
-        said.append(f"Were differences normal, leaving early would have cost {most}.")
-    if "audited" in row:
-        said.append(
-            f"Of {row['audited']:,} that left early {row['audited_better']:,} are better on all images."
-        )
-    if "may_be_better_too" in row:
-        said.append(f"Of those that left early about {row['may_be_better_too']:,.0f} more may be better.")
-    if "rule" in row:
-        said.append(f"Its rule: {row['rule']}.")
-    parts = [f"{some:,} saw {images:,}" for some, images in zip(row["entered"], row["images"], strict=True)]
-    said.append(
-        f"Schedules and images: {', '.join(parts)}. {row['seconds']:.0f} s, {row['runners']} processes."
+def races(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """How many random schedules ended better than each searched one, by each measure; then how their races went."""
+    header = (
+        "budget",
+        "",
+        "by",
+        "random ones that are better",
+        "of",
+        "%",
+        "of those that left early, better",
     )
-    if not row["complete"]:
-        said.append("Time ended it before the last image.")
-    return "- " + " ".join(said)
+    cells = [
+        [
+            f"{row['budget']:.3g}", row["search"], row["name"].removeprefix("the race by "), f"{row['better']:,}",
+            f"{row['schedules']:,}", f"{row['rank_percent']:.2f}", f"{row['audited_better']:,} of {row['audited']:,}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    yield from markdown_table.lines(header, cells)
+    for course in dict.fromkeys(map(went, rows)):
+        yield f"\n{course}"
+
+
+def went(row: dict[str, Any]) -> str:
+    """How far a race went, in words."""
+    parts = [f"{some:,} saw {images:,}" for some, images in zip(row["entered"], row["images"], strict=True)]
+    early = "" if row["complete"] else " Time ended it before the last image."
+    return f"Schedules and images: {', '.join(parts)}. {row['seconds']:.0f} s, {row['runners']} processes.{early}"
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -6,9 +6,9 @@ those of DeiT-T close, those of DeiT-B clearly worse.
 
 Cost: a search for each budget, and a pass over the validation images for each family and budget.
 
-Measured here: results/reproduce_vit_tiny_more_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.041 with its own
-counts, 0.044 with those of DeiT-T, 0.056 with those of DeiT-S or DeiT-B. The embedded model at one budget of three:
-results/reproduce_embedded_cpu.json.
+Measured here: results/reproduce_vit_tiny_transfer_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.044 with its
+own counts, 0.045 with those of DeiT-T, 0.055 with those of DeiT-S and 0.057 with those of DeiT-B. The embedded model:
+results/reproduce_embedded_transfer_h200.json.
 
     python reproduce/transfer.py --json results/reproduce_embedded_transfer_cpu.json
     python reproduce/transfer.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
