@@ -12,7 +12,7 @@ results/reproduce_embedded_improvements_h200.json. At ViT-Ti, in one command:
 
     python reproduce/improvements.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
         --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G \\
-        --json results/reproduce_vit_tiny_improvements.json
+        --json results/reproduce_vit_tiny_improvements_h200.json
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def wins(table: Table, budgets: list[float]) -> None:
         rows = [row for row in table.rows if row["name"] == name and "loss_rise" in row]
         best = sum(row["loss_rise"] == min(_rises(table, row["budget"])) for row in rows)
         ahead = sum(row["loss_to_the_papers_interval"][1] < 0 for row in rows)
-        table.add(f"budgets of {len(budgets)}: {name}", lowest_loss=best, surely_below_the_papers=ahead)
+        table.add(f"budgets of {len(budgets)}: {name}", lowest_loss=best, surely_below_the_paper=ahead)
 
 
 def _rises(table: Table, budget: float) -> list[float]:

@@ -15,10 +15,10 @@ Measured here: results/reproduce_vit_tiny_off_the_shelf_h200.json: ViT-Ti at 0.6
 searched, 72.60 with the paper's counts and operator, 71.25 by ToMe; the loss rises by 0.044, 0.110 and 0.196. The
 embedded model: results/reproduce_embedded_off_the_shelf_h200.json.
 
-    python reproduce/off_the_shelf.py --json results/reproduce_embedded_off_the_shelf.json
+    python reproduce/off_the_shelf.py --json results/reproduce_embedded_off_the_shelf_cpu.json
     python reproduce/off_the_shelf.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
         --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G \\
-        --json results/reproduce_vit_tiny_off_the_shelf.json
+        --json results/reproduce_vit_tiny_off_the_shelf_h200.json
 """
 
 from __future__ import annotations

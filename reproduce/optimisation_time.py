@@ -2,8 +2,8 @@
 
 Here the steps of the fast recipe at the tightest budget, with seconds on this machine.
 
-Cost: a search each: five, of 9 to 26 s on a shared H200 with ViT-Ti; with the embedded model on two CPU cores 30 s for
-10 steps and 168 s for 120.
+Cost: a search each: five, of 9 to 26 s on a shared H200 with ViT-Ti; with the embedded model on a busy CPU core 53 s
+for 10 steps and 749 s for 240.
 
 Measured here: results/reproduce_vit_tiny_optimisation_time_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.043
 after 10 steps (9 s), 0.044 after 120 (17 s), 0.041 after 240 (26 s), all of it noise. The embedded model:

@@ -17,6 +17,7 @@ import markdown_table
 import paper_tables
 import what_was_run
 
+from diffrate.compare import operators
 from diffrate.methods.fit import off_budget
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,13 @@ Methods run with untouched weights, but where training is said, at equal MACs on
 Differences are in points of top-1 and in mean negative log-likelihood, paired, with 95 % intervals from drawing \
 images anew; p is McNemar's. How the search works and what was tried: [search.md](search.md).
 """
+SHORT = """\
+## In short
+
+Points of top-1 and rise of the loss against the uncompressed model, at three budgets; "the search's operator" is a \
+method's counts under the operator of the search. Intervals, commands and all other tables are below. \
+How fast compressed models are: [speed.md](speed.md), and [training.md](training.md) for training.
+"""
 NOT_HERE = """\
 "In part" is said of a file without all rows that the experiment has today, at three budgets where it takes several. \
 The paper's own models (DeiT, MAE, LV-ViT, CAFormer) on the whole of ImageNet were not run here, nor any training on \
@@ -39,17 +47,61 @@ What says "not run" needs a machine or data that it did not have yet.
 
 
 def page(results: Path = ROOT / "results") -> str:
-    parts = [INTRODUCTION]
-    for path in sorted(results.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if path.name.startswith("compare_"):
-            parts += [heading(path, record), "\n".join(comparison(record["results"])) + "\n"]
-        elif path.name.startswith("reproduce_"):
-            parts += [heading(path, record), *tables(record["results"])]
-        elif path.name.startswith("with_training_"):
-            parts += ["\n".join(trainings(path, record)) + "\n"]
+    records = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
     run = "\n".join(what_was_run.lines(results)) + "\n"
-    return "\n".join([*parts, run, NOT_HERE, "\n".join(of_the_paper()) + "\n"])
+    body = [*in_short(records), *sections(records)]
+    return "\n".join([INTRODUCTION, *body, run, NOT_HERE, "\n".join(of_the_paper()) + "\n"])
+
+
+Records = dict[Path, dict[str, Any]]
+
+
+def in_short(records: Records) -> Iterator[str]:
+    """Every method at every budget of Table 1, a line each; details come later."""
+    found = with_table(records, "off_the_shelf")
+    if found:
+        yield SHORT
+    for _, record in found:
+        rows = [row for row in record["results"]["tables"]["off_the_shelf"]["rows"] if "points" in row]
+        names, budgets = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "budget"))
+        at = {(row["name"], row["budget"]): f"{row['points']:+.2f}, {row['loss_rise']:+.3f}" for row in rows}
+        model, whole = record["results"]["model"], record["results"]["uncompressed"]
+        header = (f"{model}, top-1 {whole['top1']:.2f}", *(f"{budget:.3g} GMACs" for budget in budgets))
+        lines = ([name, *(at.get((name, budget), "") for budget in budgets)] for name in names)
+        yield "\n".join(markdown_table.lines(header, lines)) + "\n"
+
+
+def sections(records: Records) -> Iterator[str]:
+    """The paper's tables and figures in its order, each with the paper's numbers and what was measured here."""
+    for each in what_was_run.EXPERIMENTS:
+        trained = {path: record for path, record in records.items() if path.match(f"{each.key}.json")}
+        if each.key.startswith("with_training") and trained:
+            yield f"## {each.name[0].upper()}{each.name[1:]}\n"
+            for path, record in trained.items():
+                yield "\n".join(trainings(path, record)) + "\n"
+        found = with_table(records, each.key)
+        if found:
+            yield f"## {each.name[0].upper()}{each.name[1:]}\n"
+            yield from paper(found[0][1]["results"]["tables"][each.key]["paper"])
+        for path, record in found:
+            yield heading(path, record)
+            yield from rows_of(record["results"]["tables"][each.key])
+    compared = {path: record for path, record in records.items() if path.name.startswith("compare_")}
+    if compared:
+        yield "## By `diffrate compare`\n"
+    for path, record in compared.items():
+        yield heading(path, record)
+        yield "\n".join(comparison(record["results"])) + "\n"
+
+
+def with_table(records: Records, key: str) -> list[tuple[Path, dict[str, Any]]]:
+    """The files that have a table; those of the embedded model come last."""
+    found = [
+        (p, r)
+        for p, r in records.items()
+        if p.name.startswith("reproduce_") and key in r["results"]["tables"]
+    ]
+    return sorted(found, key=lambda item: item[1]["results"].get("model") == "embedded")
 
 
 def origin(path: Path, record: dict[str, Any]) -> str:
@@ -63,10 +115,10 @@ def heading(path: Path, record: dict[str, Any]) -> str:
     results, note = record["results"], f" {record['note']}" if record.get("note") else ""
     whole = results.get("uncompressed")
     if whole is None:
-        return f"## Without images\n\n{origin(path, record)}{note}\n"
+        return f"{origin(path, record)}{note}\n"
     gmacs = whole.get("gmacs", results.get("gmacs"))
     return (
-        f"## {results['model']}, {whole['images']:,} images\n\n{origin(path, record)} Uncompressed: "
+        f"### {results['model']}, {whole['images']:,} images\n\n{origin(path, record)} Uncompressed: "
         f"{gmacs:.3f} GMACs, top-1 {whole['top1']:.2f}, loss {whole['loss']:.4f}.{note}\n"
     )
 
@@ -96,6 +148,8 @@ def comparison(results: dict[str, Any]) -> Iterator[str]:
         cells += [f"{speed['images_per_second']:,.0f}", f"{speed['of_uncompressed']:.2f}"] if speed else []
         rows.append(cells + [""] * 2 * (timed and not speed))
     yield from markdown_table.lines(header + ["images/s", "of uncompressed"] * timed, rows)
+    for line in operators(results["rows"]):
+        yield f"\nThe {line}."
     for left_out in results["left_out"]:
         yield f"\nLeft out: {left_out}."
 
@@ -104,7 +158,7 @@ def trainings(path: Path, record: dict[str, Any]) -> Iterator[str]:
     """The mean accuracy of the runs of each kind at each budget."""
     results = record["results"]
     yield (
-        f"## {results['model']}, with training, {results['test_images']:,} images\n\n{origin(path, record)} "
+        f"### {results['model']}, {results['test_images']:,} images\n\n{origin(path, record)} "
         f"Uncompressed: {results['gmacs']:.3f} GMACs, top-1 {results['uncompressed']:.2f}."
         + (f" {record['note']}" if record.get("note") else "")
         + "\n"
@@ -133,24 +187,22 @@ def trainings(path: Path, record: dict[str, Any]) -> Iterator[str]:
         yield f"\nLeft out: {left_out}."
 
 
-def tables(results: dict[str, Any]) -> Iterator[str]:
-    for table in results["tables"].values():
-        yield f"### {table['title']}\n"
-        yield from paper(table["paper"])
-        measured = [row for row in table["rows"] if "points" in row]
-        raced = [row for row in table["rows"] if "better" in row]
-        left_out = [row for row in table["rows"] if "left_out" in row]
-        if measured:
-            yield "\n".join(measurements(measured)) + "\n"
-        if raced:
-            yield "\n".join(races(raced)) + "\n"
-        if left_out:
-            yield "\n".join(reasons(left_out)) + "\n"
-        others = [row for row in table["rows"] if not row.keys() & {"points", "better", "left_out"}]
-        for keys in dict.fromkeys(tuple(row) for row in others):
-            header = ["" if key == "name" else key.replace("_", " ") for key in keys]
-            alike = [[shown(row[key]) for key in keys] for row in others if tuple(row) == keys]
-            yield "\n".join(markdown_table.lines(header, alike)) + "\n"
+def rows_of(table: dict[str, Any]) -> Iterator[str]:
+    """What a table has: measured rows, races, reasons why rows are missing, and rows of other kinds."""
+    measured = [row for row in table["rows"] if "points" in row]
+    raced = [row for row in table["rows"] if "better" in row]
+    left_out = [row for row in table["rows"] if "left_out" in row]
+    if measured:
+        yield "\n".join(measurements(measured)) + "\n"
+    if raced:
+        yield "\n".join(races(raced)) + "\n"
+    if left_out:
+        yield "\n".join(reasons(left_out)) + "\n"
+    others = [row for row in table["rows"] if not row.keys() & {"points", "better", "left_out"}]
+    for keys in dict.fromkeys(tuple(row) for row in others):
+        header = ["" if key == "name" else key.replace("_", " ") for key in keys]
+        alike = [[shown(row[key]) for key in keys] for row in others if tuple(row) == keys]
+        yield "\n".join(markdown_table.lines(header, alike)) + "\n"
 
 
 def measurements(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -181,20 +233,20 @@ def cost_note(row: dict[str, Any]) -> str:
 
 
 def races(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """How many random schedules ended better than each searched one, by each measure; then how their races went."""
+    """How many random schedules are better than each searched one, by each measure; then how their races went.
+
+    Of those that left early some were looked at again, which says how many are better at most, with 95 % confidence.
+    """
     header = (
-        "budget",
-        "",
-        "by",
-        "random ones that are better",
-        "of",
-        "%",
-        "of those that left early, better",
-    )
+        "budget", "", "by", "its own", "random ones that are better", "of", "%",
+        "of those that left early, better", "so more, at most",
+    )  # fmt: skip
     cells = [
         [
-            f"{row['budget']:.3g}", row["search"], row["name"].removeprefix("the race by "), f"{row['better']:,}",
-            f"{row['schedules']:,}", f"{row['rank_percent']:.2f}", f"{row['audited_better']:,} of {row['audited']:,}",
+            f"{row['budget']:.3g}", row["search"], row["name"].removeprefix("the race by "),
+            f"{row['own']:.4f}" if "own" in row else "", f"{row['better']:,}", f"{row['schedules']:,}",
+            f"{row['rank_percent']:.2f}", f"{row['audited_better']:,} of {row['audited']:,}",
+            f"{row['most_missed']:,}",
         ]
         for row in rows
     ]  # fmt: skip

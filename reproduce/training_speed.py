@@ -4,7 +4,7 @@ The paper: 1.4 and 1.8 times as fast for DeiT-S at 2.9 and 2.3 G. A step is forw
 precision, on random images that lie on the device; five of them in a row are timed, as in a training, which does not
 wait for one step before it begins the next. First the kernels' gradients are checked against the plain path's. Rows are
 timed in turns and saved after each case; a run that ends early keeps its rows. `compiled-graph` is what `finetune` and
-`train` do with `--compile` on one GPU.
+`train` do with `--compile` on GPUs; `compiled`, without graphs, is there for comparison.
 
 Cost: eager at all batch sizes about a minute on an H200; what is left of `--minutes` goes to the compiled models.
 

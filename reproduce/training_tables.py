@@ -54,7 +54,8 @@ def pages(results: Path) -> dict[Path, str]:
         path = ROOT / "docs" / page
         text = found.get(path, path.read_text(encoding="utf-8"))
         files = sorted(results.glob(pattern))
-        tables = [f"{table(record := json.loads(f.read_text()))}\n\n{origin(record, f.name)}" for f in files]
+        records = {file.name: json.loads(file.read_text()) for file in files}
+        tables = [f"{table(record)}\n\n{origin(record, n)}" for n, record in records.items() if table(record)]
         found[path] = rewritten(text, mark, "\n\n".join(tables) or NOT_YET)
     return found
 
@@ -71,9 +72,10 @@ def origin(record: dict[str, Any], name: str) -> str:
     rows = record["results"].get("rows", [])
     commits = list(dict.fromkeys(row.get("commit", record["commit"]) for row in rows)) or [record["commit"]]
     named = ", ".join(str(commit)[:10] for commit in commits)
+    note = f". {record['note']}" if record.get("note") else ""
     return (
         f"`{record['command']}`, {record['device']}, torch {record['torch']}, "
-        f"{'commit' if len(commits) == 1 else 'commits'} {named} (`results/{name}`)"
+        f"{'commit' if len(commits) == 1 else 'commits'} {named} (`results/{name}`){note}"
     )
 
 
@@ -152,7 +154,7 @@ def times(record: dict[str, Any]) -> str:
     for row in results["rows"]:
         what = (row["gmacs"], row["batch_size"], row["mode"])
         others = row["name"].startswith("oracle") or row["name"].endswith(("plain", "by product"))
-        if others or what in seen:
+        if others or what in seen or row["mode"] == "compiled":  # the trainer compiles to graphs
             continue
         seen.add(what)
         images = row["batch_size"]
@@ -164,7 +166,7 @@ def times(record: dict[str, Any]) -> str:
             lines.append(
                 f"| {row['gmacs']:.2f} G | {images} | {row['mode']} | {row['ms']:.1f} ms | {gpus} | {cells} |"
             )
-    return "\n".join(lines)
+    return "\n".join(lines) if seen else ""
 
 
 def expected_hours(ms: float, epochs: int, gpus: int, images: int, model: str) -> float:

@@ -21,6 +21,7 @@ import schedules_table
 import sorting_metric
 import with_training
 from number_of_images import COUNTS
+from schedule_comparison import RANDOM
 
 from diffrate import published
 from diffrate.methods import METHODS
@@ -154,7 +155,7 @@ def where(results: Path, each: Experiment) -> Iterator[Found]:
             yield Found(path, model, ", ".join(f"{budget:.3g}" for budget in budgets), missing)
 
 
-def missing_rows(rows: Iterable[dict[str, Any]], each: Experiment) -> tuple[list[float], str]:
+def missing_rows(rows: Sequence[dict[str, Any]], each: Experiment) -> tuple[list[float], str]:
     """The budgets of a table, and what it has not of the rows that it should have."""
     at: dict[float | None, set[str]] = {}
     for row in rows:
@@ -167,6 +168,8 @@ def missing_rows(rows: Iterable[dict[str, Any]], each: Experiment) -> tuple[list
         return budgets, "no row"
     whole = sum(set(each.rows) - set(nowhere) <= names for names in groups)
     said = [f"{whole} of {each.budgets} budgets"] if whole < each.budgets else []
+    fewer = {row["schedules"] for row in rows if row.get("schedules", RANDOM) < RANDOM}
+    said += [f"{count:,} of {RANDOM:,} schedules" for count in sorted(fewer)]
     return budgets, "; ".join(said + ([f"without {'; '.join(nowhere)}"] if nowhere else []))
 
 

@@ -9,8 +9,8 @@ Beside it other methods at the same MACs, tuned by the same recipe and their own
 SPViT with their trained selectors, Evo-ViT, EViT and ToMe (`--methods`).
 
 The data lie on the device whole, and `--workers` runs share one GPU, best under CUDA's multi-process service. Each has
-its cosine over all of its epochs. Rows are saved as runs end; `--resume` keeps those that went to the end of as many
-epochs as are asked for, and the schedules. On one GPU:
+its cosine over all of its epochs. Rows are saved as runs end; `--resume` keeps the schedules, and all rows but those
+that are asked for and had fewer epochs or ended early, which run again. On one GPU:
 
     python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 14 --compile \\
         --minutes 10 --json results/with_training_fashion_h200.json
@@ -91,7 +91,7 @@ EPOCHS = 30  # from scratch
 DROP_PATH = 0.05
 # From scratch as the embedded model itself was trained; tuned by the same recipe, from a learning rate at which it
 # changes little by little.
-TUNE = replace(EMBEDDED, epochs=6, lr=2e-4, min_lr=1e-6, warmup_epochs=1, distillation=0.5, ema_decay=0.998)
+TUNE = replace(EMBEDDED, epochs=10, lr=2e-4, min_lr=1e-6, warmup_epochs=1, distillation=0.5, ema_decay=0.998)
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,21 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 def missing(jobs: list[Job], results: dict[str, Any]) -> list[Job]:
-    """The jobs that have no row of as many epochs; rows of fewer are taken out."""
-    epochs = {(job.kind, job.budget, job.seed): job.recipe.epochs for job in jobs}
-    done: dict[tuple[str, str, int], dict[str, Any]] = {
-        (row["name"], row["budget"], row["seed"]): row for row in results["runs"]
+    """The jobs that no row answers, of as many epochs or more and to the last; the rows of these are taken out."""
+    done = {
+        (row["name"], row["budget"], row["seed"]): row["of_epochs"]
+        for row in results["runs"]
+        if row["epochs"] == row["of_epochs"]
     }
-    done = {key: row for key, row in done.items() if epochs.get(key, row["of_epochs"]) == row["of_epochs"]}
-    results["runs"] = list(done.values())
-    return [job for job in jobs if (job.kind, job.budget, job.seed) not in done]
+    left = {
+        (job.kind, job.budget, job.seed): job
+        for job in jobs
+        if done.get((job.kind, job.budget, job.seed), 0) < job.recipe.epochs
+    }
+    results["runs"] = [
+        row for row in results["runs"] if (row["name"], row["budget"], row["seed"]) not in left
+    ]
+    return list(left.values())
 
 
 def finished(jobs: list[Job], pool: ProcessPoolExecutor | None) -> Iterator[dict[str, Any]]:
@@ -272,11 +279,10 @@ def _searched(
 
 
 def _earlier(file: Path | None) -> dict[str, Any]:
-    """The results of a run to go on with: its schedules, and the runs that went to their end."""
+    """The results of a run to go on with: its schedules, and its rows."""
     if file is None or not file.is_file():
         raise DiffRateError("--resume needs --json with the file of an earlier run")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["results"]
-    found["runs"] = [row for row in found["runs"] if row["epochs"] == row["of_epochs"]]
     return {name: value for name, value in found.items() if name != "left_out"}
 
 
@@ -297,9 +303,11 @@ def summarise(results: dict[str, Any]) -> None:
     for name, budget in results["budgets"].items():
         for kind in (TUNED, SCRATCH):
             found = [r["test_accuracy"] for r in results["runs"] if r["name"] == kind and r["budget"] == name]
+            budget.pop(kind, None)
             if found:
                 spread = statistics.stdev(found) if len(found) > 1 else None
                 budget[kind] = {"mean": statistics.mean(found), "deviation": spread, "runs": len(found)}
+        budget.pop("recovered", None)
         lost = results["uncompressed"] - budget["without tuning"]
         if TUNED in budget and lost > 0:
             budget["recovered"] = (budget[TUNED]["mean"] - budget["without tuning"]) / lost

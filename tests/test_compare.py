@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import diffrate
 from conftest import Ran, check_refused, random_vit, write_image
-from diffrate.compare import as_csv, compare, markdown, table
+from diffrate.compare import as_csv, compare, markdown, operators, table
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import compare_evaluations, evaluate
 from diffrate.methods import METHODS, build
 from diffrate.methods.by_image import spread_images
 from diffrate.methods.policy import PolicyModel
+from diffrate.searching import fast
 from diffrate.speed import Entrant, Speed, time_rows
 from diffrate.speed import compared as speeds_of
 
@@ -173,9 +174,19 @@ def test_tables_hold_the_numbers(model: nn.Module, loader) -> None:
     assert tome.speed is not None
     assert cells[2][-2:] == [f"{tome.speed.images_per_second:.1f}", f"{tome.speed.of_uncompressed:.2f}"]
     assert float(rows[2]["ms"]) == tome.speed.ms
+    assert operators(compared.to_dict()["rows"]) == []  # both have rules of their own
     bare = untimed(model, loader, ["tome"], "60%")
     assert {len(line) for line in [*table(bare)[1], table(bare)[0]]} == {8}
     assert next(csv.DictReader(io.StringIO(as_csv(bare))))["ms"] == ""
+
+
+def test_schedules_under_several_operators_are_said_to_be(model: nn.Module, loader) -> None:
+    compared = untimed(model, loader, ["random", "constant-rate", "tome"], "70%,50%")
+    words = fast.OPERATOR.in_words()
+    expected = ["operator of random: the paper's", f"operator of constant-rate: {words}"]
+    assert operators(compared.to_dict()["rows"]) == expected
+    assert markdown(compared).endswith(f"|\n\n{expected[0]}\n\n{expected[1]}\n")
+    assert operators(untimed(model, loader, ["random"], "50%").to_dict()["rows"]) == []
 
 
 def test_speeds_are_ratios_to_the_uncompressed_model_on_images_of_the_set(

@@ -35,6 +35,24 @@ def test_the_page_is_up_to_date(load) -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python reproduce/page.py"
 
 
+def test_methods_are_compared_in_short_and_experiments_come_once(load, tmp_path: Path) -> None:
+    rows = [measured("search", 0.9), measured("tome", 0.9), measured("search", 0.8, points=-0.25)]
+    for model in ("embedded", "vit_tiny_patch16_224"):
+        tables = {"transfer": {"rows": []}, "off_the_shelf": {"rows": rows}}
+        written(tmp_path, f"reproduce_{model}.json", tables, model)
+    text = load("page").page(tmp_path)
+    short, _, details = text.partition("## Table 1, off the shelf\n")
+    assert (
+        "| embedded, top-1 90.00 | 0.9 GMACs | 0.8 GMACs |\n|---|---|---|\n"
+        "| search | -1.50, +0.100 | -0.25, +0.100 |\n| tome | -1.50, +0.100 |  |\n"
+    ) in short
+    assert short.index("| vit_tiny_patch16_224, top-1") < short.index("| embedded, top-1")
+    table, _, others = details.partition("## Figure, schedule transfer\n")
+    for part in (table, others.partition("\n## ")[0]):
+        assert part.count("The paper: a figure.\n") == 1
+        assert part.index("### vit_tiny_patch16_224, 10 images") < part.index("### embedded, 10 images")
+
+
 def test_rows_say_when_they_are_off_their_budget_and_what_batches_cost(load, tmp_path: Path) -> None:
     rows = [
         measured("ats", 1.0, gmacs=1.021, padded_gmacs=1.0951),
@@ -55,7 +73,7 @@ def test_compared_methods_have_their_speed_where_it_was_timed(load, tmp_path: Pa
         "loss_difference": 0.1,
         "loss_interval": [0.0, 0.2],
     }
-    row = {"budget": 0.8, "gmacs": 0.8, "top1": 80.0, "to_uncompressed": to, "note": ""}
+    row = {"budget": 0.8, "gmacs": 0.8, "top1": 80.0, "to_uncompressed": to, "note": "", "settings": {}}
     speed = {"images_per_second": 12345.6, "of_uncompressed": 1.456}
     rows = [
         {**row, "method": "tome", "to_first": None, "speed": speed},
@@ -114,19 +132,17 @@ def test_races_are_a_table_and_a_sentence_each(load, tmp_path: Path) -> None:
         "complete": True,
         "audited": 500,
     }
-    race |= {"entered": [10000, 8526], "images": [64, 2000]}
+    race |= {"entered": [10000, 8526], "images": [64, 2000], "search": "search", "audited_better": 3}
     rows = [
-        {"name": "the race by loss", "search": "search", "better": 85, "rank_percent": 0.85, "audited_better": 3},
-        {"name": "the race by divergence", "search": "search 2", "better": 4, "rank_percent": 0.04,
-         "audited_better": 0},
+        {**race, "name": "the race by loss", "better": 85, "rank_percent": 0.85, "own": 0.97654, "most_missed": 22},
+        {**race, "name": "the race by divergence", "better": 4, "rank_percent": 0.04, "most_missed": 1234},
     ]  # fmt: skip
-    cut = {**race, **rows[0], "budget": 0.8, "entered": [10000], "images": [64], "complete": False}
-    table = {"rows": [*({**race, **row} for row in rows), cut]}
-    written(tmp_path, "reproduce_x.json", {"schedule_comparison": table})
+    cut = {**rows[0], "budget": 0.8, "entered": [10000], "images": [64], "complete": False}
+    written(tmp_path, "reproduce_x.json", {"schedule_comparison": {"rows": [*rows, cut]}})
     text = load("page").page(tmp_path)
     assert (
-        "| 0.655 | search | loss | 85 | 10,000 | 0.85 | 3 of 500 |\n"
-        "| 0.655 | search 2 | divergence | 4 | 10,000 | 0.04 | 0 of 500 |\n"
+        "| 0.655 | search | loss | 0.9765 | 85 | 10,000 | 0.85 | 3 of 500 | 22 |\n"
+        "| 0.655 | search | divergence |  | 4 | 10,000 | 0.04 | 3 of 500 | 1,234 |\n"
     ) in text
     course = "\nSchedules and images: 10,000 saw 64, 8,526 saw 2,000. 305 s, 12 processes.\n"
     assert text.count(course) == 1
@@ -172,7 +188,7 @@ def test_what_was_run_on_which_model_and_at_which_budgets(load, tmp_path: Path) 
     steps = [measured(f"{n} steps", 0.7) for n in load("optimisation_time").STEPS]
     race = {"budget": 0.7, "better": 1, "schedules": 10, "rank_percent": 10.0, "seconds": 1.0, "runners": 0}
     race |= {"entered": [10], "images": [64], "complete": False, "search": "search"}
-    race |= {"audited": 0, "audited_better": 0}
+    race |= {"audited": 0, "audited_better": 0, "most_missed": 0}
     races = [
         measured("search", 0.7),
         *({"name": f"the race by {by}", **race} for by in ("loss", "divergence")),
@@ -201,7 +217,9 @@ def test_what_was_run_on_which_model_and_at_which_budgets(load, tmp_path: Path) 
     (order,) = [line for line in lines if "Ablation, compression module" in line and "embedded" in line]
     assert "(in part: 1 of 3 budgets; without merge; merge-prune; prune-merge; " in order
     (raced,) = [line for line in lines if "10,000 random" in line and "embedded" in line]
-    assert raced.endswith("(in part: 1 of 3 budgets; without the race by loss; the race by divergence) |")
+    assert raced.endswith(
+        "(in part: 1 of 3 budgets; 10 of 10,000 schedules; without the race by loss; the race by divergence) |"
+    )
     (moved,) = [line for line in lines if "schedule transfer" in line and "embedded" in line]
     assert moved.endswith("(in part: no row) |")
 

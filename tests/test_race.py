@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 
 import diffrate
 from conftest import random_vit
+from diffrate import Operator
 from diffrate.methods.schedules import random_schedules
 from diffrate.searching import fast
 
@@ -43,6 +46,7 @@ def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.Monke
     assert full.entered == [15, 15, 15, 15]
     assert full.images == [8, 16, 32, 40]
     assert full.better == better(references, list(range(15)))
+    torch.testing.assert_close(torch.tensor(full.own), torch.tensor([measured(r) for r in references]))
     assert full.best == [min(range(15), key=lambda i: all_of[i][by]) for by in range(2)]
     assert full.out == []
     assert full.complete
@@ -63,6 +67,42 @@ def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.Monke
     assert module.audit(many, references, []) == (0, [[0, 0], [0, 0]])
     monkeypatch.setattr(module, "AUDITED", 4)
     assert module.audit(many, references, schedules)[0] == 4
+
+
+def test_what_an_audit_says_of_those_that_left(load) -> None:
+    most_missed = load("schedule_comparison").most_missed
+    # 5 of 10 were looked at, and none is better. Were 3 better, that had a chance of 21 / 252; were 4, 6 / 252.
+    assert most_missed(10, 5, 0) == 3
+    assert most_missed(100, 100, 3) == 3  # all were looked at
+    assert most_missed(3553, 500, 0) == 19  # as of 3553 / 500 x 3, but without putting back
+    assert most_missed(0, 0, 0) == 0
+
+
+def test_later_searches_take_the_first_ones_operator(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, asked = load("schedule_comparison"), []
+    model = random_vit(depth=4)
+    first = random_schedules(model, 0.7 * diffrate.gmacs(model), [0], Operator(floor=1.0))[0]
+
+    class StoppedError(Exception):
+        pass
+
+    def search(
+        budget: float, seed: int = 0, operator: Operator | None = None
+    ) -> tuple[diffrate.Schedule, float]:
+        asked.append((seed, operator))
+        return replace(first, operator=operator or first.operator), 1.0
+
+    def no_more(*_: object, **__: object) -> None:
+        raise StoppedError
+
+    setting = Namespace(
+        search=search, budgets=[0.7 * diffrate.gmacs(model)], model=model, device=torch.device("cpu"), tables={},
+        val=[(torch.randn(4, 3, 32, 32), torch.zeros(4))],
+    )  # fmt: skip
+    monkeypatch.setattr(module.Table, "measure", no_more)
+    with pytest.raises(StoppedError):
+        module.run(setting, 3, seeds=3)
+    assert asked == [(0, None), (1, first.operator), (2, first.operator)]
 
 
 def moments(means: list[float], n: int, deviation: float) -> torch.Tensor:

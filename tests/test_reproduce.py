@@ -169,8 +169,9 @@ def test_a_table_without_images_is_saved_as_the_page_reads_it(
     assert "deit_base_patch16_224              overhead_percent 0.25\n" in capsys.readouterr().out
     assert json.loads(file.read_text())["command"] == f"python reproduce/overhead.py --json {file}"
     text = load("page").page(tmp_path)
-    assert "## Without images\n\n[reproduce_overhead.json]" in text
-    assert "| deit_base_patch16_224 | 0.25 |" in text
+    section = text.partition("\n## Overhead\n")[2].partition("\n## ")[0]
+    assert "\n[reproduce_overhead.json](../results/reproduce_overhead.json): " in section
+    assert "| deit_base_patch16_224 | 0.25 |" in section
     assert (
         "| Overhead | `overhead.py` |  |  | [reproduce_overhead.json](../results/reproduce_overhead.json) |"
         in text

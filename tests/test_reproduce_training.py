@@ -66,6 +66,13 @@ def test_runs_with_training_are_compared_with_those_without(
     longer = json.loads((tmp_path / "rows.json").read_text())["results"]
     assert longer["runs"][:6] == again["runs"][3:]
     assert [(row["name"], row["epochs"]) for row in longer["runs"][6:]] == [(name, 2) for name in names[:3]]
+    # With fewer, and without other methods, everything stays.
+    shorter = {"resume": True, "tune_epochs": 1, "epochs": 1, "methods": ""}
+    monkeypatch.setattr(module, "run_job", lambda _: pytest.fail("ran again"))
+    cut_off = {**longer["runs"][-1], "name": "tome, fine-tuned", "epochs": 1}
+    kept = {**longer, "runs": [*longer["runs"], cut_off]}
+    (tmp_path / "rows.json").write_text(json.dumps({**record, "results": kept}))
+    assert module.run(argparse.Namespace(**{**vars(arguments), **shorter}))["runs"] == kept["runs"]
     with pytest.raises(DiffRateError, match="--resume needs --json with the file of an earlier run"):
         module.run(argparse.Namespace(**{**vars(arguments), "resume": True, "json": tmp_path / "none.json"}))
 
@@ -75,6 +82,9 @@ def test_lost_accuracy_that_came_back(load) -> None:
     results = {"uncompressed": 92.0, "budgets": {"50%": {"without tuning": 90.0}}, "runs": [row]}
     load("with_training").summarise(results)
     assert results["budgets"]["50%"]["recovered"] == pytest.approx(0.75)
+    results["runs"] = []
+    load("with_training").summarise(results)
+    assert results["budgets"]["50%"] == {"without tuning": 90.0}
 
 
 def test_benchmarks_side_by_side_are_timed_one_at_a_time(load, tmp_path: Path) -> None:

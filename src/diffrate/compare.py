@@ -25,6 +25,7 @@ from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evalu
 from diffrate.methods import METHODS, build, cost_of, settings_of
 from diffrate.methods.by_image import ImageCosts, Spread, decides_by_image, spread_images
 from diffrate.methods.fit import TOLERANCE, off_budget
+from diffrate.operator import Operator
 from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import parse_budgets
@@ -278,10 +279,28 @@ def speed_line(compared: Compared) -> str:
     return "" if speed is None else f"; speed: {speed.mode}, {speed.dtype}, {speed.batch_size} images a batch"
 
 
+def operators(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Under which operators the schedules ran, where that is more than one: their rows differ in more than counts.
+
+    rows  as `Compared.to_dict` has them.
+    """
+    under: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if "operator" in row["settings"]:
+            words = Operator.from_dict(row["settings"]["operator"]).in_words()
+            under.setdefault(words, {})[row["method"]] = None
+    return (
+        [f"operator of {', '.join(names)}: {words}" for words, names in under.items()]
+        if len(under) > 1
+        else []
+    )
+
+
 def markdown(compared: Compared) -> str:
     columns, cells = table(compared)
     lines = [columns, ["---"] * len(columns), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    below = "".join(f"\n{line}\n" for line in operators(compared.to_dict()["rows"]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + below
 
 
 def as_csv(compared: Compared) -> str:

@@ -65,7 +65,8 @@ def test_graphs_are_given_up_where_memory_runs_out(
 
     monkeypatch.setattr(training_loop, "Objective", Short)
     monkeypatch.setattr(gradients, "can_be_graphs", lambda *_: True)
-    with pytest.warns(RuntimeWarning, match="goes on with 4 at a time"):
+    uncompiled = pytest.warns(RuntimeWarning, match="goes on uncompiled, without CUDA graphs")
+    with uncompiled, pytest.warns(RuntimeWarning, match="goes on with 4 at a time"):
         tune(tmp_path / "short", replace(RECIPE, compile=True), drop_path=0.0, accelerator=on_cpu)
     assert seen[:3] == [(8, True), (4, False), (4, False)]
     assert set(seen[3:]) == {(4, False)}
@@ -90,6 +91,7 @@ def test_steps_as_graphs_end_in_the_same_weights(
 
 TOGETHER = """
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,7 +101,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from diffrate.training import gradients
+from diffrate.training import gradients, loop
+from diffrate.training.objective import Objective
 from test_resume_and_parts import RECIPE, check_close, last, tune
 
 folder, on_cpu = Path(sys.argv[1]), sys.argv[2] == "cpu"
@@ -125,6 +128,23 @@ assert [mode for mode, _ in compiled] == ["reduce-overhead"] * 2
 assert all(model._compiled_call_impl is None for _, model in compiled)  # left as they came
 if on_cpu:
     assert counter.frame_count == 2  # once each: rehearsals and evaluations were not
+
+# One of the two has memory for half of its images: both go on with so many, uncompiled.
+class Short(Objective):
+    def __call__(self, model, images, labels):
+        if len(images) > 2 and accelerator.process_index == 1:
+            raise torch.OutOfMemoryError
+        return super().__call__(model, images, labels)
+
+loop.Objective = Short
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    tune(folder / "short", replace(recipe, compile=True), 0.0, accelerator=accelerator)
+assert any("goes on uncompiled" in str(warning.message) for warning in said)
+check_close(last(folder / "short"), last(folder / "1 False"))
+assert compiled[-1][1]._compiled_call_impl is None
+if on_cpu:
+    assert counter.frame_count == 2
 print("done")
 """
 

@@ -9,7 +9,7 @@ import typer
 
 from diffrate.cli import options as o
 from diffrate.cli.output import note, save_json, show_table
-from diffrate.compare import as_csv, markdown, speed_line, table
+from diffrate.compare import as_csv, markdown, operators, speed_line, table
 from diffrate.compare import compare as run_compare
 from diffrate.data import build_loader, preprocessing, search_datasets
 from diffrate.devices import resolve_device
@@ -156,7 +156,7 @@ def compare_command(
         note(f"left out: {left_out}")
     show_table(*table(compared), text=2)
     typer.echo(f"{compared.whole.images} images on {where}" + speed_line(compared))
-    results = {
+    results: dict[str, Any] = {
         "model": model,
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "preprocessing": preprocessing(whole, **images),
@@ -165,6 +165,8 @@ def compare_command(
         "seed": seed,
         **compared.to_dict(),
     }
+    for line in operators(results["rows"]):
+        typer.echo(line)
     for target in targets:
         save_json(target, results, where)
     if output is not None:

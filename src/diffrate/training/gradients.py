@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -88,6 +89,7 @@ class Gradients:
 
     def _give_up_graphs(self) -> None:
         """Run uncompiled from now on: memory ran out, and graphs hold all that their steps need at any time."""
+        warnings.warn("the training goes on uncompiled, without CUDA graphs", RuntimeWarning, stacklevel=2)
         self.end()
         self.graphs, self.running, self.inside = False, self.prepared, None
         torch._dynamo.reset()
@@ -96,8 +98,8 @@ class Gradients:
     def _rehearse(self, drawn: list[Part], seed: Callable[[int], None]) -> None:
         """Before the first step of several processes: find what each has memory for, and take the least.
 
-        Later, in the middle of adding up gradients, one of them could not try again alone. Uncompiled, which takes no
-        less memory and saves compiling what runs once.
+        Later, in the middle of adding up gradients, one of them could not try again alone. Uncompiled, which saves
+        compiling what runs once and takes about as much memory; with a teacher, graphs may take more.
         """
 
         def alone(portions: list[slice]) -> None:
