@@ -6,8 +6,7 @@ that this package adds to the operator: what a merged token becomes and which to
 Cost: eight passes over the validation images for each budget; no search.
 
 Measured here: results/reproduce_vit_tiny_cpu.json, ViT-Ti at 0.655 GMACs on 2,000 images: top-1 68.50 pruned, 73.30
-merged, 71.60 merged, then pruned, 72.45 pruned, then merged. The embedded model:
-results/reproduce_embedded_operation_order_cpu.json.
+merged, 71.60 merged, then pruned, 72.45 pruned, then merged. The embedded model: results/reproduce_embedded_cpu.json.
 
     python reproduce/operation_order.py --json results/reproduce_embedded_operation_order_cpu.json
     python reproduce/operation_order.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\

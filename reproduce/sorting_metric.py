@@ -4,7 +4,7 @@ Cost: four passes over the validation images for each budget; no search.
 
 Measured here: results/reproduce_vit_tiny_cpu.json, ViT-Ti at 0.655 GMACs on 2,000 images: top-1 68.10 by chance, 73.20
 by image attention, 73.05 by class attention times values, 72.45 by class attention. The embedded model:
-results/reproduce_embedded_sorting_metric_cpu.json.
+results/reproduce_embedded_h200.json.
 
     python reproduce/sorting_metric.py --json results/reproduce_embedded_sorting_metric_cpu.json
     python reproduce/sorting_metric.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
