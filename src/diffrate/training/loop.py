@@ -213,7 +213,7 @@ class Run:
                 while now.step < last and self._has_time(max_minutes):
                     self._epoch(parts)
         finally:
-            # autocast comes off the caller's model
+            # What compiled it and autocast come off the caller's model.
             self.gradients.end()
             self.accelerator.unwrap_model(self.prepared, keep_fp32_wrapper=False)
             if self.recipe.grad_checkpointing:
