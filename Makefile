@@ -27,8 +27,9 @@ lint: setup
 docs: setup  # build/site/index.html opens from disk; `make test` builds it too, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Files of tests share two processes, but for those that kill and starve processes themselves.
-ALONE := tests/attack tests/test_portions.py
+# Files of tests share two processes, but for those that kill and starve processes themselves, and for the sweep over
+# models, of which the last test counts what all the others saw.
+ALONE := tests/attack tests/test_portions.py tests/backbones tests/test_sweep.py
 SHARED := -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE))
 
 test: lint
