@@ -36,7 +36,8 @@ SHORT = """\
 
 Points of top-1 and rise of the loss against the uncompressed model, at three budgets; "the search's operator" is a \
 method's counts under the operator of the search. Intervals, commands and all other tables are below. \
-How fast compressed models are: [speed.md](speed.md), and [training.md](training.md) for training.
+How fast compressed models are: [speed.md](speed.md), and [training.md](training.md) for training; budgets in time and \
+power, Table 3 among them: [budgets.md](budgets.md); segmentation: [models.md](models.md).
 """
 NOT_HERE = """\
 "In part" is said of a file without all rows that the experiment has today, at three budgets where it takes several. \
