@@ -215,18 +215,70 @@ print("done")
 """
 
 
+FSDP = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+from diffrate.training import loop
+from test_resume_and_parts import RECIPE, check_close, last, tune
+
+folder, sharded, build = Path(sys.argv[1]), [], loop.Gradients
+
+def counted(prepared, *rest):
+    sharded.append(sum(isinstance(parameter, DTensor) for parameter in prepared.parameters()))
+    return build(prepared, *rest)
+
+loop.Gradients = counted
+# As the flags of `accelerate launch` in docs/cluster.md make it; by itself accelerate shards on GPUs alone.
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Mlp"]
+)
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+plain, recipe = accelerator.state.distributed_type, replace(RECIPE, ema_decay=0.0)
+tune(folder / "plain", recipe, 0.0, accelerator=accelerator)
+accelerator.free_memory()  # it looks for a model's parameters among all that it prepared
+accelerator.state.fsdp_plugin = plugin
+for state in (accelerator.state, PartialState()):
+    state.distributed_type = DistributedType.FSDP
+assert len(tune(folder / "sharded", recipe, 0.0, accelerator=accelerator, max_minutes=0).history) == 1
+accelerator.free_memory()
+tune(folder / "sharded", recipe, 0.0, accelerator=accelerator, resume=True)
+assert plain == DistributedType.MULTI_CPU
+assert sharded[0] == 0
+assert sharded[1] == sharded[2] > 0
+if accelerator.is_main_process:
+    check_close(last(folder / "sharded"), last(folder / "plain"))
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_training_through_accelerates_fsdp_ends_in_the_same_weights(tmp_path: Path) -> None:
+    """Two processes, stopped after an epoch and resumed, beside two that share nothing."""
+    check_two(tmp_path, FSDP, tmp_path)
+
+
 @pytest.mark.slow
 def test_sharded_weights_train_save_and_come_back(tmp_path: Path) -> None:
-    (tmp_path / "sharded.py").write_text(SHARDED)
+    check_two(tmp_path, SHARDED, Path(__file__).parents[1], tmp_path / "state.safetensors")
+
+
+def check_two(folder: Path, text: str, *arguments: Path) -> None:
+    """A script in two processes, which both end with "done"."""
+    script = folder / "script.py"
+    script.write_text(text)
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    script = [
-        str(tmp_path / "sharded.py"),
-        str(Path(__file__).parents[1]),
-        str(tmp_path / "state.safetensors"),
-    ]
+    here = Path(__file__).parent
+    known = environment()
+    known["PYTHONPATH"] = os.pathsep.join([known["PYTHONPATH"], str(here), str(here.parent)])
     done = subprocess.run(
-        [sys.executable, "-m", *torchrun, "--rdzv-endpoint", "localhost:0", *script],
-        capture_output=True, text=True, env=environment(), timeout=600,
+        [sys.executable, "-m", *torchrun, "--rdzv-endpoint", "localhost:0", str(script), *map(str, arguments)],
+        capture_output=True, text=True, env=known, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("done") == 2
