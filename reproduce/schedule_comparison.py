@@ -69,7 +69,7 @@ SURELY = 2.33  # standard errors
 AUDITED = 500  # of those that are out
 RANDOM = 10_000
 RUNNERS = 12  # processes, on a GPU
-PAPERS = "the paper's counts"
+CONTROL = "the paper's counts"
 PAPER = "a figure without numbers: close to optimal among 10,000 random schedules, for three operators and all FLOPs"
 
 
@@ -193,7 +193,7 @@ def run(
     for name, make in simple.items():
         table.measure(name, make(setting.model, budget, operator), budget=budget)
     paper = replace(published_schedule(setting.model, budget), operator=operator)
-    table.measure(PAPERS, paper, budget=budget)
+    table.measure(CONTROL, paper, budget=budget)
     drawn = random_schedules(
         setting.model, sum(costs) / len(costs), range(count), operator, last_is_free=True
     )
@@ -209,7 +209,7 @@ def run(
         audited, after_all = audit(
             many, [*found, paper], [drawn[i] for i in result.out] if result.complete else []
         )
-    for i, name in enumerate([*names, PAPERS]):
+    for i, name in enumerate([*names, CONTROL]):
         for j, by in enumerate(MEASURES):
             table.add(
                 f"the race by {by}",
@@ -221,7 +221,7 @@ def run(
                 own=result.own[i][j],
                 audited=audited,
                 audited_better=after_all[i][j],
-                most_missed=most_missed(len(result.out), audited, after_all[i][j]) if audited else 0,
+                most_missed=most_missed(len(result.out), audited, after_all[i][j]),
                 complete=result.complete,
                 seconds=seconds,
                 runners=runners,

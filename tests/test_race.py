@@ -76,6 +76,7 @@ def test_what_an_audit_says_of_those_that_left(load) -> None:
     assert most_missed(100, 100, 3) == 3  # all were looked at
     assert most_missed(3553, 500, 0) == 19  # as of 3553 / 500 x 3, but without putting back
     assert most_missed(0, 0, 0) == 0
+    assert most_missed(7, 0, 0) == 7  # none was looked at, as where time ended a race
 
 
 def test_later_searches_take_the_first_ones_operator(load, monkeypatch: pytest.MonkeyPatch) -> None:

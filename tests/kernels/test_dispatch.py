@@ -88,6 +88,8 @@ def test_both_paths_give_the_same_logits(model, images, calls, changes, path, fe
 
 
 def test_many_images_attend_without_a_bias(model, images, monkeypatch):
+    if DEVICE == "cuda" and not kernels._prefers_cudnn():
+        pytest.skip("on this GPU attention is not cuDNN's")
     widened, widen = [], ops.widen
     monkeypatch.setattr(ops, "widen", lambda *given: widened.append(given[-1]) or widen(*given))
     monkeypatch.setattr(kernels, "FEW_HEADS", 0)
@@ -95,8 +97,6 @@ def test_many_images_attend_without_a_bias(model, images, monkeypatch):
     fast, images = diffrate.compress(model.to(dtype), SCHEDULE), images.to(dtype)
     with torch.no_grad():
         ours = fast.forward_tokens(images)
-    if DEVICE == "cuda" and not kernels._prefers_cudnn():
-        pytest.skip("on this GPU attention is not cuDNN's")
     assert widened == [False, True]  # once tokens have sizes: what removes nothing, and what ranks as well
     with kernels.using("plain"), torch.no_grad():
         torch.testing.assert_close(ours.x, fast.forward_tokens(images).x, rtol=close, atol=close)
