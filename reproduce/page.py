@@ -239,14 +239,16 @@ def races(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     Of those that left early some were looked at again, which says how many are better at most, with 95 % confidence.
     """
     header = (
-        "budget", "", "by", "its own", "random ones that are better", "of", "%",
+        "budget", "", "by", "its own", "random ones that are better", "of", "%", "in both halves of the images",
         "of those that left early, better", "so more, at most",
     )  # fmt: skip
     cells = [
         [
             f"{row['budget']:.3g}", row["search"], row["name"].removeprefix("the race by "),
             f"{row['own']:.4f}" if "own" in row else "", f"{row['better']:,}", f"{row['schedules']:,}",
-            f"{row['rank_percent']:.2f}", f"{row['audited_better']:,} of {row['audited']:,}",
+            f"{row['rank_percent']:.2f}",
+            f"{row['better_in_both_halves']:,}" if "better_in_both_halves" in row else "",
+            f"{row['audited_better']:,} of {row['audited']:,}",
             f"{row['most_missed']:,}",
         ]
         for row in rows

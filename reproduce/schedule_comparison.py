@@ -13,15 +13,16 @@ a model of this shape, so that what counts are worth can be told from what the o
    most one in a hundred of those that are as good; they are not, and all schedules share the order of the images. So
 3. 500 of those that are out, drawn at random, see all images after all: how many of them are better bounds what the
    rule has missed (`most_missed`).
-4. The rank is the share of the 10,000 that ended with a lower mean than a searched schedule. Its own mean stands beside
-   it: the race runs the whole model in half precision, where other tables have autocast, and rounding moves means by as
-   much as lies between two good schedules.
+4. The rank is the share of the 10,000 that ended with a lower mean than a searched schedule. Beside it: how many have a
+   lower one on the images at even places and on those at odd places as well, since what is better by chance seldom is
+   twice; and its own mean: the race runs the whole model in half precision, where other tables have autocast, and
+   rounding moves means by as much as lies between two good schedules.
 
 Random schedules: shares drawn evenly, sorted over the blocks, raised to the power that meets the MACs; the last block
 of a class-token model gives up its tokens, as in the search. Beside them, the schedules of ToMe (constant number),
 EViT (stepwise), constant rates and the paper, under the same operator.
 
-Cost: a search for each seed, and the race at the last of `--budgets`. How far a race goes depends on how many are hard
+Cost: at each of `--budgets` a search for each seed, and the race. How far a race goes depends on how many are hard
 to tell apart: of ViT-Ti at 0.655 GMACs 1,473 images a schedule on average, which took 363 s on an H200 that six
 trainings shared. On two CPU cores the embedded model takes half an hour for 1,000 and 256 images.
 
@@ -51,7 +52,7 @@ import setting as shared
 import torch
 from many_schedules import EACH, MEASURES, ManySchedules
 from setting import OutOfTimeError, Setting, Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import diffrate
 from diffrate.errors import DiffRateError
@@ -63,6 +64,7 @@ from diffrate.methods.schedules import (
     random_schedules,
     stepwise,
 )
+from diffrate.operator import Operator
 
 FIRST = {"cpu": 32, "cuda": 64}  # images that every schedule sees
 SURELY = 2.33  # standard errors
@@ -78,6 +80,7 @@ class Race:
     """How many of the schedules ended better than each reference, by each measure, and how far each part went."""
 
     better: list[list[int]]
+    twice: list[list[int]]  # better on either half of the images
     own: list[list[float]]  # the references' own means
     best: list[int]  # by each measure, the index of the schedule with the lowest mean
     entered: list[int]  # schedules that entered each part
@@ -95,6 +98,7 @@ def race(
     """Race schedules against references on images in their order."""
     # Of the differences and their squares, (2, S, R, 2): to each reference, by each measure.
     sums = torch.zeros(2, len(schedules), len(references), len(MEASURES), dtype=torch.float64)
+    even = torch.zeros_like(sums[0])  # of the differences on every other image
     own = torch.zeros(len(references), len(MEASURES), dtype=torch.float64)
     left, entered, seen = list(range(len(schedules))), [], []
     start, length, complete = 0, FIRST[many.device.type], True
@@ -102,7 +106,7 @@ def race(
         part = slice(start, min(start + length, many.images))
         try:
             theirs = many.each(references, part)
-            added = torch.zeros_like(sums)
+            added, added_even = torch.zeros_like(sums), torch.zeros_like(even)
             at_once = EACH * max(many.workers, 1) * 2  # between two looks at the clock
             for some in (left[i : i + at_once] for i in range(0, len(left), at_once)):
                 check_time()
@@ -110,12 +114,14 @@ def race(
                 if not differences.isfinite().all():
                     raise FloatingPointError("a schedule has no loss: who is ahead cannot be said")
                 added[:, some] = torch.stack([differences.sum(-1), differences.square().sum(-1)])
+                added_even[some] = differences[..., ::2].sum(-1)
         except OutOfTimeError:
             if not seen:
                 raise
             complete = False
             break
         sums += added
+        even += added_even
         own += theirs.sum(-1)
         entered.append(len(left))
         start = length = part.stop
@@ -123,9 +129,10 @@ def race(
         if start < many.images:
             left = survivors(left, sums, start)
     better = (sums[0, left] < 0).sum(0).tolist()
+    twice = ((even[left] < 0) & (sums[0, left] - even[left] < 0)).sum(0).tolist()
     best = [left[i] for i in sums[0, left, 0].argmin(0).tolist()] if left else []
     out = sorted(set(range(len(schedules))) - set(left))
-    return Race(better, (own / max(start, 1)).tolist(), best, entered, seen, out, complete)
+    return Race(better, twice, (own / max(start, 1)).tolist(), best, entered, seen, out, complete)
 
 
 def survivors(left: Sequence[int], sums: Tensor, images: int) -> list[int]:
@@ -169,53 +176,65 @@ def run(
     runners: int | None = None,
     seeds: int = 1,
 ) -> None:
-    """The race at the tightest budget: against schedules that are `given`, or searched for here by their seeds."""
+    """A race at each budget, the tightest first: against schedules that are `given` for it, or searched for here."""
     if runners is None:
         runners = RUNNERS if setting.device.type == "cuda" else 0
+    for cost in (diffrate.gmacs(setting.model, each) for each in given):
+        if all(off_budget(cost, budget) for budget in setting.budgets):
+            asked = " or ".join(f"{budget:g}" for budget in setting.budgets)
+            raise DiffRateError(f"a schedule costs {cost:.4f} GMACs, not {asked}")
     table = Table(setting, "schedule_comparison", f"Schedule comparison, {count:,} random ones", PAPER)
     images, labels = (torch.cat(parts) for parts in zip(*setting.val, strict=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(images.device)
-    budget = setting.budgets[-1]
-    found = list(given) or [setting.search(budget)[0]]
-    if not given:  # random schedules run under one operator, so that later searches take the first one's
-        found += [setting.search(budget, seed, operator=found[0].operator)[0] for seed in range(1, seeds)]
-    costs = [diffrate.gmacs(setting.model, each) for each in found]
-    for cost in costs:
-        if off_budget(cost, budget):
-            raise DiffRateError(f"the schedule costs {cost:.4f} GMACs, not {budget:g}")
-    operator = found[0].operator
+    with ManySchedules(setting.model, images[order], labels[order], runners) as many:
+        for budget in sorted(setting.budgets):
+            found = [each for each in given if not off_budget(diffrate.gmacs(setting.model, each), budget)]
+            at_budget(table, many, budget, found or searched(setting, budget, seeds), count)
+
+
+def searched(setting: Setting, budget: float, seeds: int) -> list[diffrate.Schedule]:
+    """What the search finds with some seeds: under the first one's operator, since random ones run under one alone."""
+    first = setting.search(budget)[0]
+    others = (setting.search(budget, seed, operator=first.operator)[0] for seed in range(1, seeds))
+    return [first, *others]
+
+
+def at_budget(
+    table: Table, many: ManySchedules, budget: float, found: Sequence[diffrate.Schedule], count: int
+) -> None:
+    """The schedules found and simple ones, and then the race."""
+    setting, operator = table.setting, found[0].operator
     if any(each.operator != operator for each in found):
         raise DiffRateError("the schedules have several operators; random ones can have only one")
     names = ["search", *(f"search {i}" for i in range(2, len(found) + 1))]
     for name, each in zip(names, found, strict=True):
         table.measure(name, each, budget=budget)
-    simple = {"ToMe's counts": constant_number, "EViT's counts": stepwise, "constant rate": constant_rate}
-    for name, make in simple.items():
-        table.measure(name, make(setting.model, budget, operator), budget=budget)
-    paper = replace(published_schedule(setting.model, budget), operator=operator)
-    table.measure(CONTROL, paper, budget=budget)
-    drawn = random_schedules(
-        setting.model, sum(costs) / len(costs), range(count), operator, last_is_free=True
-    )
+    others = simple_schedules(table, budget, operator)
+    for name, each in others.items():
+        table.measure(name, each, budget=budget)
+    references = dict(zip(names, found, strict=True))
+    if CONTROL in others:
+        references[CONTROL] = others[CONTROL]
+    cost = sum(diffrate.gmacs(setting.model, each) for each in found) / len(found)
+    drawn = random_schedules(setting.model, cost, range(count), operator, last_is_free=True)
     began = time.monotonic()
-    with ManySchedules(setting.model, images[order], labels[order], runners) as many:
-        try:
-            result = race(many, [*found, paper], drawn, setting.check_time)
-        except OutOfTimeError:
-            for by in MEASURES:
-                table.add(f"the race by {by}", budget=budget, left_out="out of time")
-            raise
-        seconds = time.monotonic() - began
-        audited, after_all = audit(
-            many, [*found, paper], [drawn[i] for i in result.out] if result.complete else []
-        )
-    for i, name in enumerate([*names, CONTROL]):
+    try:
+        result = race(many, list(references.values()), drawn, setting.check_time)
+    except OutOfTimeError:
+        for by in MEASURES:
+            table.add(f"the race by {by}", budget=budget, left_out="out of time")
+        raise
+    seconds = time.monotonic() - began
+    out = [drawn[i] for i in result.out] if result.complete else []
+    audited, after_all = audit(many, list(references.values()), out)
+    for i, name in enumerate(references):
         for j, by in enumerate(MEASURES):
             table.add(
                 f"the race by {by}",
                 budget=budget,
                 search=name,
                 better=result.better[i][j],
+                better_in_both_halves=result.twice[i][j],
                 schedules=count,
                 rank_percent=100 * result.better[i][j] / count,
                 own=result.own[i][j],
@@ -224,12 +243,35 @@ def run(
                 most_missed=most_missed(len(result.out), audited, after_all[i][j]),
                 complete=result.complete,
                 seconds=seconds,
-                runners=runners,
+                runners=many.workers,
                 entered=result.entered,
                 images=result.images,
             )
     for by, best in zip(MEASURES, result.best, strict=False):
         table.measure(f"best random one by {by}", drawn[best], budget=budget, seed=best)
+    if not result.complete:
+        raise OutOfTimeError
+
+
+def simple_schedules(table: Table, budget: float, operator: Operator) -> dict[str, diffrate.Schedule]:
+    """Counts that nobody searched for here, under an operator; those that cannot meet the budget are left out."""
+
+    def of_the_paper(model: nn.Module, budget: float, operator: Operator) -> diffrate.Schedule:
+        return replace(published_schedule(model, budget), operator=operator)
+
+    makers = {
+        "ToMe's counts": constant_number,
+        "EViT's counts": stepwise,
+        "constant rate": constant_rate,
+        CONTROL: of_the_paper,
+    }
+    made = {}
+    for name, make in makers.items():
+        try:
+            made[name] = make(table.setting.model, budget, operator)
+        except DiffRateError as error:
+            table.add(name, budget=budget, left_out=str(error))
+    return made
 
 
 def main() -> None:
@@ -237,7 +279,11 @@ def main() -> None:
     flags.add_argument("--random", type=int, default=RANDOM, help="random schedules")
     flags.add_argument("--seeds", type=int, default=1, help="searches to race against")
     flags.add_argument(
-        "--schedule", type=Path, nargs="+", default=[], help="files of searches that were run before, instead"
+        "--schedule",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="files of searches that were run before; each is raced at its own budget",
     )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()

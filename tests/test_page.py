@@ -134,15 +134,16 @@ def test_races_are_a_table_and_a_sentence_each(load, tmp_path: Path) -> None:
     }
     race |= {"entered": [10000, 8526], "images": [64, 2000], "search": "search", "audited_better": 3}
     rows = [
-        {**race, "name": "the race by loss", "better": 85, "rank_percent": 0.85, "own": 0.97654, "most_missed": 22},
+        {**race, "name": "the race by loss", "better": 85, "rank_percent": 0.85, "own": 0.97654, "most_missed": 22,
+         "better_in_both_halves": 21},
         {**race, "name": "the race by divergence", "better": 4, "rank_percent": 0.04, "most_missed": 1234},
     ]  # fmt: skip
     cut = {**rows[0], "budget": 0.8, "entered": [10000], "images": [64], "complete": False}
     written(tmp_path, "reproduce_x.json", {"schedule_comparison": {"rows": [*rows, cut]}})
     text = load("page").page(tmp_path)
     assert (
-        "| 0.655 | search | loss | 0.9765 | 85 | 10,000 | 0.85 | 3 of 500 | 22 |\n"
-        "| 0.655 | search | divergence |  | 4 | 10,000 | 0.04 | 3 of 500 | 1,234 |\n"
+        "| 0.655 | search | loss | 0.9765 | 85 | 10,000 | 0.85 | 21 | 3 of 500 | 22 |\n"
+        "| 0.655 | search | divergence |  | 4 | 10,000 | 0.04 |  | 3 of 500 | 1,234 |\n"
     ) in text
     course = "\nSchedules and images: 10,000 saw 64, 8,526 saw 2,000. 305 s, 12 processes.\n"
     assert text.count(course) == 1

@@ -19,11 +19,12 @@ from diffrate.searching import fast
 
 def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.MonkeyPatch) -> None:
     module: ModuleType = load("schedule_comparison")
+    torch.manual_seed(0)
     model = random_vit(depth=6)
     images, labels = torch.randn(40, 3, 32, 32), torch.randint(7, (40,))
     cost = diffrate.gmacs(model)
     schedules = random_schedules(model, 0.7 * cost, range(10)) + random_schedules(model, 0.3 * cost, range(5))
-    references = random_schedules(model, 0.8 * cost, [99, 98])
+    references = random_schedules(model, 0.7 * cost, [99, 98])
     many = load("many_schedules").ManySchedules(model, images, labels)
 
     def measured(schedule: diffrate.Schedule) -> list[float]:
@@ -46,6 +47,10 @@ def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.Monke
     assert full.entered == [15, 15, 15, 15]
     assert full.images == [8, 16, 32, 40]
     assert full.better == better(references, list(range(15)))
+    halves = [many.each([*references, *schedules], slice(0, 40))[..., i::2].mean(-1) for i in range(2)]
+    lower = [(half[2:, None] < half[:2]).long() for half in halves]  # (S, R, measures) each
+    assert full.twice == (lower[0] * lower[1]).sum(0).tolist()
+    assert full.twice != full.better
     torch.testing.assert_close(torch.tensor(full.own), torch.tensor([measured(r) for r in references]))
     assert full.best == [min(range(15), key=lambda i: all_of[i][by]) for by in range(2)]
     assert full.out == []
@@ -104,6 +109,29 @@ def test_later_searches_take_the_first_ones_operator(load, monkeypatch: pytest.M
     with pytest.raises(StoppedError):
         module.run(setting, 3, seeds=3)
     assert asked == [(0, None), (1, first.operator), (2, first.operator)]
+
+
+def test_schedules_that_are_given_race_at_their_own_budget_and_others_are_searched_for(
+    load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, model = load("schedule_comparison"), random_vit(depth=4)
+    whole = diffrate.gmacs(model)
+    loose, tight = (random_schedules(model, share * whole, [0])[0] for share in (0.8, 0.6))
+    raced, searched = [], []
+    monkeypatch.setattr(module, "at_budget", lambda *a: raced.append((a[2], a[3])))
+    monkeypatch.setattr(
+        module, "searched", lambda _, budget, seeds: searched.append((budget, seeds)) or [loose]
+    )
+    setting = Namespace(
+        budgets=[0.8 * whole, 0.6 * whole], model=model, device=torch.device("cpu"), tables={},
+        val=[(torch.randn(4, 3, 32, 32), torch.zeros(4))],
+    )  # fmt: skip
+    module.run(setting, 3, [tight], seeds=2)
+    assert raced == [(0.6 * whole, [tight]), (0.8 * whole, [loose])]
+    assert searched == [(0.8 * whole, 2)]
+    setting.budgets = [0.7 * whole]
+    with pytest.raises(diffrate.DiffRateError, match=r"a schedule costs .* GMACs, not "):
+        module.run(setting, 3, [tight])
 
 
 def moments(means: list[float], n: int, deviation: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import save_file
@@ -16,9 +17,11 @@ from timm.data import Mixup
 import diffrate
 from conftest import TINY_FLAGS, random_vit, write_image
 from diffrate.data import UnreadableImageError
+from diffrate.methods.schedules import random_schedules
 from diffrate.searching import fast, paper, report
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
+from diffrate.searching.subject import Subject
 
 
 @pytest.fixture
@@ -142,7 +145,7 @@ def test_a_search_begins_between_the_starts_that_held_out_images_cannot_tell_apa
     losses[2] += 0.017 * torch.tensor([-1.0, 1.0] * 4)  # behind by 1.7 standard errors
     made, begun = [], []
 
-    def each(_, schedule):
+    def each(_, schedule, temperature=1.0):
         made.append(schedule.merge)
         return losses[len(made) - 1] if len(made) <= 3 else torch.ones(8).double()
 
@@ -164,14 +167,35 @@ def test_a_search_begins_between_the_starts_that_held_out_images_cannot_tell_apa
 
 @pytest.mark.parametrize(("gain", "floor"), [(0.5, fast.FLOOR), (-0.5, 0.0), (0.0, 0.0)])
 def test_held_out_images_decide_whether_every_token_has_a_floor(model, data, monkeypatch, gain, floor):
-    def each(_, schedule):
+    asked = []
+
+    def each(_, schedule, temperature=1.0):
+        asked.append((temperature, schedule.operator.floor))
         return torch.linspace(1, 2, 8).double() - gain * (schedule.operator.floor > 0)
 
     monkeypatch.setattr(HeldOut, "each", each)
     found = run(model, data, "60%,50%", steps=2)
+    assert [ask for ask in asked if ask[0] > 1] == [(fast.SOFT, 0.0), (fast.SOFT, fast.FLOOR)]
     assert [schedule.operator.floor for schedule in found.schedules] == [floor, floor]
     given = run(model, data, steps=2, operator=fast.OPERATOR)
     assert given.schedule.operator.floor == 0  # what was asked for is what runs
+
+
+def test_held_out_images_compare_softened_answers(model, data):
+    images = SearchImages(data, data, 0.25, seed=0)
+    held = HeldOut(Subject(model), images, Accelerator(cpu=True), batch_size=5, workers=0)
+    schedule = random_schedules(model, 0.5 * diffrate.gmacs(model), [0])[0]
+    plain = torch.stack([data[i][0] for i in images.held_out])
+    with torch.no_grad():
+        whole, answers = model(plain), diffrate.compress(model, schedule)(plain)
+    for temperature in (1.0, 4.0):
+        wanted = F.kl_div(
+            (answers / temperature).log_softmax(-1), (whole / temperature).softmax(-1), reduction="none"
+        )
+        torch.testing.assert_close(
+            held.each(schedule, temperature), wanted.sum(-1).double(), rtol=1e-3, atol=1e-7
+        )
+    assert not torch.allclose(held.each(schedule), held.each(schedule, 4.0))
 
 
 def test_clearly_above_is_a_paired_standard_error():
