@@ -199,7 +199,11 @@ def rows_of(table: dict[str, Any]) -> Iterator[str]:
         yield "\n".join(races(raced)) + "\n"
     if left_out:
         yield "\n".join(reasons(left_out)) + "\n"
-    others = [row for row in table["rows"] if not row.keys() & {"points", "better", "left_out"}]
+    others = [
+        {key: value for key, value in row.items() if key != "settings"}
+        for row in table["rows"]
+        if not row.keys() & {"points", "better", "left_out"}
+    ]
     for keys in dict.fromkeys(tuple(row) for row in others):
         header = ["" if key == "name" else key.replace("_", " ") for key in keys]
         alike = [[shown(row[key]) for key in keys] for row in others if tuple(row) == keys]
@@ -262,7 +266,8 @@ def went(row: dict[str, Any]) -> str:
     """How far a race went, in words."""
     parts = [f"{some:,} saw {images:,}" for some, images in zip(row["entered"], row["images"], strict=True)]
     early = "" if row["complete"] else " Time ended it before the last image."
-    return f"Schedules and images: {', '.join(parts)}. {row['seconds']:.0f} s, {row['runners']} processes.{early}"
+    where = f"Schedules and images at {row['budget']:.3g} GMACs"
+    return f"{where}: {', '.join(parts)}. {row['seconds']:.0f} s, {row['runners']} processes.{early}"
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

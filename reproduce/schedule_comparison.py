@@ -22,20 +22,21 @@ Random schedules: shares drawn evenly, sorted over the blocks, raised to the pow
 of a class-token model gives up its tokens, as in the search. Beside them, the schedules of ToMe (constant number),
 EViT (stepwise), constant rates and the paper, under the same operator.
 
-Cost: at each of `--budgets` a search for each seed, and the race. How far a race goes depends on how many are hard
-to tell apart: of ViT-Ti at 0.655 GMACs 1,473 images a schedule on average, which took 363 s on an H200 that six
-trainings shared. On two CPU cores the embedded model takes half an hour for 1,000 and 256 images.
+Cost: at each of `--budgets` a search for each seed, and the race. How far a race goes depends on how many are hard to
+tell apart: on an H200, ViT-Ti at 0.655 GMACs takes 266 s, 5,728 of the schedules seeing all images, and the embedded
+model 135 and 198 s at 35 and 25 %, where parts of 64 images are too few to keep a GPU busy.
 
 Measured here: results/reproduce_vit_tiny_schedule_comparison_h200.json, ViT-Ti at 0.655 GMACs, three searches: of
-10,000 random ones 86, 57 and 156 have a lower loss, and 3, none and none a lower divergence; none of 500 that had left
-is better. Other budgets were not run. The embedded model, whose counts hardly matter, on a CPU:
-results/reproduce_embedded_schedule_comparison_cpu.json, of 1,000 random ones 75 and 238 have a lower loss than two
-searches, and 215 and 71 a lower divergence.
+10,000 random ones 83, 28 and 10 have a lower loss, and 4, none and none a lower divergence; none of 500 that had left
+is better. The embedded model, by searches that did not soften answers:
+results/reproduce_embedded_schedule_comparison_h200.json, at 35 and 25 % of the MACs 50 to 904 have a lower loss, and 61
+to 615 a lower divergence; at 52 % it ended early, and there are 500 random ones instead, of which 64 to 76 and 0 to 7
+are better: results/reproduce_embedded_schedule_comparison_500_h200.json.
 
-    python reproduce/schedule_comparison.py --random 1000 --images 256 --runners 2 --seeds 2 \\
-        --json results/reproduce_embedded_schedule_comparison_cpu.json
+    python reproduce/schedule_comparison.py --random 10000 --seeds 3 --budgets 52%,35%,25% \\
+        --json results/reproduce_embedded_schedule_comparison_h200.json
     python reproduce/schedule_comparison.py --random 10000 --seeds 3 --model vit_tiny_patch16_224 \\
-        --checkpoint vit_tiny_patch16_224.safetensors --data-dir imagenet --crop-pct 1.0 --budgets 0.655G \\
+        --checkpoint vit_tiny_patch16_224.safetensors --data-dir imagenet --crop-pct 1.0 --budgets 0.81G,0.655G \\
         --json results/reproduce_vit_tiny_schedule_comparison_h200.json
 """
 

@@ -15,10 +15,12 @@ from typing import Any
 import improvements
 import markdown_table
 import operation_order
+import operator_choice
 import optimisation_time
 import overhead
 import schedules_table
 import sorting_metric
+import temperatures
 import with_training
 from number_of_images import COUNTS
 from schedule_comparison import RANDOM
@@ -98,6 +100,14 @@ EXPERIMENTS = (
     Experiment(
         "beyond the paper: the operator's options", "improvements.py", "improvements", BOTH,
         tuple(improvements.VARIANTS), 3,
+    ),
+    Experiment(
+        "beyond the paper: how surely the operator is chosen", "operator_choice.py", "operator_choice", BOTH,
+        tuple(f"seed {seed}" for seed in range(operator_choice.SEEDS)), 3,
+    ),
+    Experiment(
+        "beyond the paper: softened answers", "temperatures.py", "temperatures", BOTH,
+        tuple(f"temperature {t:g}" for t in temperatures.TEMPERATURES), 2,
     ),
     Experiment("beyond the paper: seeds of the search", "little_data.py", "search_vit_tiny_h200", on=BOTH[1]),
     Experiment("beyond the paper: milliseconds", "milliseconds.py", "milliseconds_*"),

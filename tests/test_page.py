@@ -145,14 +145,14 @@ def test_races_are_a_table_and_a_sentence_each(load, tmp_path: Path) -> None:
         "| 0.655 | search | loss | 0.9765 | 85 | 10,000 | 0.85 | 21 | 3 of 500 | 22 |\n"
         "| 0.655 | search | divergence |  | 4 | 10,000 | 0.04 |  | 3 of 500 | 1,234 |\n"
     ) in text
-    course = "\nSchedules and images: 10,000 saw 64, 8,526 saw 2,000. 305 s, 12 processes.\n"
+    course = "\nSchedules and images at 0.655 GMACs: 10,000 saw 64, 8,526 saw 2,000. 305 s, 12 processes.\n"
     assert text.count(course) == 1
-    assert "10,000 saw 64. 305 s, 12 processes. Time ended it before the last image.\n" in text
+    assert "at 0.8 GMACs: 10,000 saw 64. 305 s, 12 processes. Time ended it before the last image.\n" in text
 
 
 def test_other_rows_are_a_table_and_reasons_come_once(load, tmp_path: Path) -> None:
     rows = [
-        {"name": "x |V|", "lowest_loss": 1},
+        {"name": "x |V|", "lowest_loss": 1, "settings": {"schedule": [1]}},
         {"name": "spvit", "budget": 1.0, "left_out": "must be trained"},
         {"name": "spvit", "budget": 0.8, "left_out": "must be trained"},
     ]

@@ -21,7 +21,7 @@ from diffrate.methods.schedules import random_schedules
 from diffrate.searching import fast, paper, report
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
-from diffrate.searching.subject import Subject
+from diffrate.searching.subject import FEW, SOFT, Subject
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_search_begins_between_the_starts_that_held_out_images_cannot_tell_apa
     losses[2] += 0.017 * torch.tensor([-1.0, 1.0] * 4)  # behind by 1.7 standard errors
     made, begun = [], []
 
-    def each(_, schedule, temperature=1.0):
+    def each(_, schedule, temperature=None):
         made.append(schedule.merge)
         return losses[len(made) - 1] if len(made) <= 3 else torch.ones(8).double()
 
@@ -169,33 +169,36 @@ def test_a_search_begins_between_the_starts_that_held_out_images_cannot_tell_apa
 def test_held_out_images_decide_whether_every_token_has_a_floor(model, data, monkeypatch, gain, floor):
     asked = []
 
-    def each(_, schedule, temperature=1.0):
+    def each(_, schedule, temperature=None):
         asked.append((temperature, schedule.operator.floor))
         return torch.linspace(1, 2, 8).double() - gain * (schedule.operator.floor > 0)
 
     monkeypatch.setattr(HeldOut, "each", each)
     found = run(model, data, "60%,50%", steps=2)
-    assert [ask for ask in asked if ask[0] > 1] == [(fast.SOFT, 0.0), (fast.SOFT, fast.FLOOR)]
+    assert [ask for ask in asked if ask[0] is not None] == [(SOFT, 0.0), (SOFT, fast.FLOOR)]
     assert [schedule.operator.floor for schedule in found.schedules] == [floor, floor]
     given = run(model, data, steps=2, operator=fast.OPERATOR)
     assert given.schedule.operator.floor == 0  # what was asked for is what runs
 
 
-def test_held_out_images_compare_softened_answers(model, data):
+@pytest.mark.parametrize("classes", [7, FEW, FEW + 1])
+def test_the_divergence_is_of_softened_answers_where_there_are_few_classes(data, classes):
+    model = random_vit(depth=3, num_classes=classes)
     images = SearchImages(data, data, 0.25, seed=0)
     held = HeldOut(Subject(model), images, Accelerator(cpu=True), batch_size=5, workers=0)
-    schedule = random_schedules(model, 0.5 * diffrate.gmacs(model), [0])[0]
+    schedule = random_schedules(model, 0.7 * diffrate.gmacs(model), [0])[0]
     plain = torch.stack([data[i][0] for i in images.held_out])
     with torch.no_grad():
-        whole, answers = model(plain), diffrate.compress(model, schedule)(plain)
-    for temperature in (1.0, 4.0):
-        wanted = F.kl_div(
-            (answers / temperature).log_softmax(-1), (whole / temperature).softmax(-1), reduction="none"
-        )
-        torch.testing.assert_close(
-            held.each(schedule, temperature), wanted.sum(-1).double(), rtol=1e-3, atol=1e-7
-        )
-    assert not torch.allclose(held.each(schedule), held.each(schedule, 4.0))
+        whole, answers = (each(plain).double() for each in (model, diffrate.compress(model, schedule)))
+
+    def softened(t: float) -> torch.Tensor:
+        each = F.kl_div((answers / t).log_softmax(-1), (whole / t).softmax(-1), reduction="none")
+        return t**2 * each.sum(-1)
+
+    assert not torch.allclose(softened(1.0), softened(SOFT), rtol=0.01)
+    usual = softened(SOFT if classes <= FEW else 1.0)
+    torch.testing.assert_close(held.each(schedule), usual, rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(held.each(schedule, 2.0), softened(2.0), rtol=2e-3, atol=1e-6)
 
 
 def test_clearly_above_is_a_paired_standard_error():

@@ -71,6 +71,16 @@ def test_divergence_is_kl():
     torch.testing.assert_close(kl(teacher, student), wanted)
 
 
+@pytest.mark.parametrize("apart", [1e-3, 0.1, 5.0, 200.0])
+def test_small_and_large_divergences_survive_rounding(apart):
+    teacher = 3 * torch.randn(50, 10)
+    student = teacher + apart * torch.randn(50, 10)
+    p, q = (each.double().log_softmax(-1) for each in (teacher, student))
+    found = kl(teacher, student)
+    assert (found >= 0).all()
+    torch.testing.assert_close(found.double(), (p.exp() * (p - q)).sum(-1), rtol=1e-2, atol=1e-12)
+
+
 def test_perturbations_stay_between_neighbours_where_they_can():
     backbone = backbone_of(random_vit(depth=6))
     space = Space.of(backbone, MacCost.of_backbone(backbone))

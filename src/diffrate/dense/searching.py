@@ -112,8 +112,9 @@ class SegmenterSubject(Subject):
             outcomes = self._stages if isinstance(self.backbone, TimmMetaFormer) else self._plain
             return every_variant(outcomes(images, kept, changed, operator), len(kept))
 
-    def divergence(self, teacher: Tensor, answers: Tensor) -> Tensor:
-        return kl(teacher, answers).mean(dim=-1)
+    def divergence(self, teacher: Tensor, answers: Tensor, temperature: float | None = None) -> Tensor:
+        temperature = temperature or 1.0  # a scene has many places, unsure ones among them
+        return temperature**2 * kl(teacher / temperature, answers / temperature).mean(dim=-1)
 
     def _plain(
         self, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator

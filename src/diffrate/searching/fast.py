@@ -20,12 +20,11 @@ from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.descent import Descent, perturbed
 from diffrate.searching.held_out import HeldOut
-from diffrate.searching.subject import Subject
+from diffrate.searching.subject import SOFT, Subject
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost", keep_norm=True)
 FLOOR = 1.0  # the other choice, for models whose class token ignores most of an image: held-out images decide
 SHARE = 0.1  # of a block's tokens, by which its count is changed to measure the slope
-SOFT = 4.0  # temperature of the answers by which they do: 200 images tell the right one of both there, and not at 1
 BEHIND = 2.0  # standard errors on held-out images, by which a start is clearly worse than the first of four
 TRAVEL = 80  # tokens of 197 that a count could travel at the first step's length
 
@@ -140,7 +139,10 @@ def best_start(
 def best_operator(
     space: Space, budget: Budget | float, operator: Operator, held_out: HeldOut, start: Tensor
 ) -> Operator:
-    """The operator, or the same with a floor where that is clearly better on held-out images, by softened answers."""
+    """The operator, or the same with a floor where that is clearly better on held-out images.
+
+    By softened answers, with any number of classes: 200 images tell the right one of both by these, and not without.
+    """
     other = operator.changed(floor=FLOOR)
     counts = rounded(start, budget, space)
     as_given, floored = (held_out.each(schedule_of(counts, space, o), SOFT) for o in (operator, other))

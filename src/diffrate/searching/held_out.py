@@ -38,19 +38,15 @@ class HeldOut:
                 self.batches.append((held, self.portions.joined(whole, held)))
 
     @torch.no_grad()
-    def each(self, schedule: Schedule, temperature: float = 1.0) -> Tensor:
-        """Divergence of the model under a schedule from the whole one, on each image of this process.
-
-        Of answers that are softened by a temperature, as in distillation, more images have a say: a model that is sure
-        of most of them diverges on a few.
-        """
+    def each(self, schedule: Schedule, temperature: float | None = None) -> Tensor:
+        """Divergence of the model under a schedule from the whole one, on each image of this process."""
         self.subject.model.eval()
         compressed = self.subject.under(schedule)
         found = [torch.zeros(0, dtype=torch.float64, device=self.accelerator.device)]
         for images, teacher in self.batches:
             with self.accelerator.autocast():
                 answers = self.portions.joined(compressed, images)
-                found.append(self.subject.divergence(teacher / temperature, answers / temperature).double())
+                found.append(self.subject.divergence(teacher, answers, temperature).double())
         return torch.cat(found)
 
     def mean(self, each: Tensor) -> float:
