@@ -104,8 +104,8 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    def start(self, budget: Budget, steps: int, done: int) -> None:
-        self.task = self.bar.add_task(str(budget), total=steps, completed=done, state="")
+    def start(self, what: Budget | str, steps: int, done: int) -> None:
+        self.task = self.bar.add_task(str(what), total=steps, completed=done, state="")
 
     def update(self, entry: dict[str, Any] | None) -> None:
         assert self.task is not None

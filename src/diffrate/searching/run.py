@@ -26,6 +26,7 @@ from diffrate.processes import together
 from diffrate.results import origin as made_by
 from diffrate.schedule import Schedule
 from diffrate.searching import fast, paper
+from diffrate.searching.best_of_many import BestOfMany
 from diffrate.searching.budget import LAMBDAS, Budget, Space, check_budget, parse_budgets
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
@@ -93,7 +94,7 @@ def search(
     budget      GMACs as a number or "0.8G", a share as "60%", or what `costs` price: "2.1ms", "90mW", "5mJ". Different
                 metrics are met together ("2.9G,37ms"); several values of one are one search each: "1.0G,0.9G,0.8G".
     costs       cost models beside MACs: a measured table (diffrate.costs.LatencyTable) or an accelerator (GemminiCost).
-    start       a schedule to begin from; without, the best of a few simple ones.
+    start       a schedule to begin from; without, simple ones and the best of many random ones.
     recipe      "fast": no labels, minutes, about 1,000 images; "paper": the published method.
     held_out    share of the images kept apart, at most 2,000; they decide, `checks` times a budget, whether an earlier
                 schedule was clearly better and, after `patience` such checks in a row in the last part, when to stop.
@@ -148,6 +149,8 @@ def search(
             total: Tensor = accelerator.reduce(sums, reduction="sum")
             return total
 
+        many = BestOfMany(subject, images, settings.batch_size, accelerator, workers, reduce, bar)
+
         def begin(budget: Budget, steps: int, last: Schedule | None) -> Course:
             if recipe == "paper":
                 common = (model, space, settings.operator, budget, steps)
@@ -157,6 +160,8 @@ def search(
             first = fast.best_start(where, budget, chosen, held, start, last)
             if last is None and operator is None:
                 chosen = fast.best_operator(where, budget, chosen, held, first)
+            if last is not None or start is None:
+                first = many.begin(where, budget, chosen, first, steps, seed)
             return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce)
 
         def check_labels(labels: Tensor) -> None:

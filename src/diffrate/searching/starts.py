@@ -1,8 +1,11 @@
-"""Where a search begins: simple schedules that meet a budget."""
+"""Where a search begins: simple schedules that meet a budget, and random ones."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,27 +22,49 @@ def starts(space: Space, budget: Budget | float) -> list[Tensor]:
     """
     depth = torch.linspace(0, 1, len(space.least), dtype=torch.float64)
 
-    def solve(shape: Callable[[float], Tensor]) -> Tensor | None:
-        def counts(a: float) -> Tensor:
-            ideal = space.prefix + (space.tokens - space.prefix) * shape(a)
-            return torch.minimum(torch.maximum(ideal, space.least), space.most)
-
-        if space.over(counts(1.0), budget):
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if space.over(counts(middle), budget) else (low, middle)
-        return project(counts(high), budget, space, space.freely())
-
     def power(p: float) -> Callable[[float], Tensor]:
         return lambda a: 1 - a * depth**p
 
     def geometric(a: float) -> Tensor:
         return (1 - a) ** (depth * (len(depth) - 1))
 
-    found = [*map(solve, [geometric, power(1.0), power(1.5)]), _published_start(space, budget)]
+    simple = (_on_budget(shape, space, budget) for shape in [geometric, power(1.0), power(1.5)])
+    found = [*simple, _published_start(space, budget)]
     return [counts for counts in found if counts is not None]
+
+
+def random_starts(space: Space, budget: Budget | float, count: int, seed: int) -> list[Tensor]:
+    """As many random shapes on the budget: shares drawn evenly, sorted over the blocks, and raised to a power."""
+    free = space.free
+    found = []
+    for i in range(count):
+        draw = random.Random(f"start-{seed}-{i}")
+        shares = torch.ones(len(free), dtype=torch.float64)
+        drawn = sorted((draw.random() for _ in range(int(free.sum()))), reverse=True)
+        shares[free] = torch.tensor(drawn, dtype=torch.float64)
+        found.append(_on_budget(partial(_powered, shares), space, budget))
+    return [counts for counts in found if counts is not None]
+
+
+def _powered(shares: Tensor, a: float) -> Tensor:
+    """Shares to a power from 0, for a = 0, to one that leaves none of those below 1."""
+    return shares ** math.tan(a * math.pi / 2)
+
+
+def _on_budget(shape: Callable[[float], Tensor], space: Space, budget: Budget | float) -> Tensor | None:
+    """Counts of a shape, whose shares of the image tokens fall as `a` goes from 0 to 1; None: it costs too much."""
+
+    def counts(a: float) -> Tensor:
+        ideal = space.prefix + (space.tokens - space.prefix) * shape(a)
+        return torch.minimum(torch.maximum(ideal, space.least), space.most)
+
+    if space.over(counts(1.0), budget):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if space.over(counts(middle), budget) else (low, middle)
+    return project(counts(high), budget, space, space.freely())
 
 
 def _published_start(space: Space, budget: Budget | float) -> Tensor:
