@@ -8,13 +8,12 @@ under one operator; by loss and divergence on validation images, which are not s
 
 Cost: two searches for each seed and budget; with `--no-searches` the beginnings alone, before any step.
 
-Measured here: results/reproduce_embedded_beginnings_cpu.json, by the defaults of a CPU (60 steps of 40 images), and
-results/reproduce_vit_tiny_beginnings_cpu.json, the beginnings alone.
+Measured here: results/reproduce_embedded_beginnings_cpu.json, by the defaults of a CPU (60 steps of 40 images).
 
     python reproduce/beginnings.py --budgets 52%,35%,25% --json results/reproduce_embedded_beginnings_cpu.json
-    python reproduce/beginnings.py --no-searches --model vit_tiny_patch16_224 --data-dir imagenet --crop-pct 1.0 \\
+    python reproduce/beginnings.py --model vit_tiny_patch16_224 --data-dir imagenet --crop-pct 1.0 \\
         --checkpoint vit_tiny_patch16_224.safetensors --budgets 0.81G,0.655G \\
-        --json results/reproduce_vit_tiny_beginnings_cpu.json
+        --json results/reproduce_vit_tiny_beginnings_h200.json
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ def run(setting: Setting, searches: bool = True) -> None:
 
         for seed in range(SEEDS):
             for budget in setting.budgets:
+                setting.check_time()
                 for name, begun in zip(BEGINNINGS, beginnings(setting, budget, seed), strict=True):
                     add(name + BEFORE, budget, seed, begun)
                     if searches:
@@ -80,7 +80,7 @@ def beginnings(setting: Setting, budget: float, seed: int) -> tuple[diffrate.Sch
     operator = fast.best_operator(space, budget, fast.OPERATOR, held, simple)
     with Progress(shown=False) as bar:
         many = BestOfMany(
-            subject, images, batch_size, setting.accelerator, setting.workers, lambda sums: sums, bar
+            images, held, batch_size, setting.accelerator, setting.workers, lambda sums: sums, bar
         )
         best = many.begin(space, budget, operator, simple, steps, seed)
     at_simple, at_best = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import beginnings
 import improvements
 import markdown_table
 import operation_order
@@ -108,6 +109,10 @@ EXPERIMENTS = (
     Experiment(
         "beyond the paper: softened answers", "temperatures.py", "temperatures", BOTH,
         tuple(f"temperature {t:g}" for t in temperatures.TEMPERATURES), 2,
+    ),
+    Experiment(
+        "beyond the paper: where a search begins", "beginnings.py", "beginnings", BOTH,
+        (*beginnings.BEGINNINGS, *(name + beginnings.BEFORE for name in beginnings.BEGINNINGS)), 2,
     ),
     Experiment("beyond the paper: seeds of the search", "little_data.py", "search_vit_tiny_h200", on=BOTH[1]),
     Experiment("beyond the paper: milliseconds", "milliseconds.py", "milliseconds_*"),

@@ -1,5 +1,6 @@
 """Where a descent begins: random shapes, and the best of many of them."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from diffrate.backbones import backbone_of
 from diffrate.costs.macs import MacCost
 from diffrate.searching import best_of_many, fast
 from diffrate.searching.best_of_many import LEFT, BestOfMany
-from diffrate.searching.budget import Space, rounded
+from diffrate.searching.budget import Space, project, rounded
+from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.report import Progress
 from diffrate.searching.starts import random_starts, starts
@@ -36,26 +38,32 @@ class Known(Subject):
         def answers(images):
             if schedule is None:
                 return torch.zeros(len(images), 1)
-            kept = torch.tensor(schedule.merge, dtype=torch.float64)
-            self.calls.append(images[:, 0, 0, 0].tolist())
-            noise = images.flatten(1).sum(1).double() * (kept.sum() + kept[1]) * 1e3
-            return ((kept - self.best).square().mean() + 30 * noise.sin())[:, None]
+            self.calls.append((schedule.merge, images[:, 0, 0, 0].tolist()))
+            return torch.stack(
+                [torch.tensor([self.of(schedule.merge, float(x))]) for x in images[:, 0, 0, 0]]
+            )
 
         return answers
+
+    def of(self, merge, pixel):
+        kept = torch.tensor(merge, dtype=torch.float64)
+        noise = math.sin(1e3 * pixel * float(kept.sum() + kept[1]))
+        return float((kept - self.best).square().mean()) + 30 * noise
 
     def divergence(self, teacher, answers, temperature=None):
         return answers[:, 0]
 
 
-def many(subject, data, batch_size=40, **accelerator):
+def many(subject, data, batch_size=40, reduce=lambda sums: sums, **accelerator):
     images = SearchImages(data, data, 0.2, seed=0, views=4)
     processes = SimpleNamespace(
         **{"process_index": 0, "num_processes": 1, "device": torch.device("cpu")} | accelerator,
         autocast=Accelerator(cpu=True).autocast,
     )
+    held = HeldOut(subject, images, Accelerator(cpu=True), batch_size=8, workers=0)
     bar = Progress(False)
     bar.start("", 1, 0)
-    return BestOfMany(subject, images, batch_size, processes, 0, lambda sums: sums, bar)
+    return BestOfMany(images, held, batch_size, processes, 0, reduce, bar)
 
 
 def test_random_shapes_lie_on_the_budget_and_differ(space):
@@ -72,61 +80,100 @@ def test_random_shapes_lie_on_the_budget_and_differ(space):
     assert not torch.equal(drawn[0], random_starts(space, budget, 1, seed=4)[0])
 
 
-def test_the_mean_of_the_best_is_near_the_best_there_is(space, data):
-    """From images whose noise is as large as what lies between most shapes."""
-    budget = 0.5 * space.cost.of_schedule(None)
+@pytest.fixture
+def budget(space):
+    return 0.5 * space.cost.of_schedule(None)
+
+
+def test_the_mean_of_the_best_is_where_it_begins(space, budget, data):
+    """As an independent halving finds it, from images whose noise is as large as what lies between most shapes."""
     best = torch.tensor([65.0, 60, 35, 15, 5, 1], dtype=torch.float64)
     simple = starts(space, budget)[1]
     subject = Known(best, random_vit(depth=6))
-    chooser = many(subject, data)
-    steps = 400
-    count = chooser.count(space, steps)
-    assert count == best_of_many.MOST
-    found = chooser.begin(space, budget, fast.OPERATOR, simple, steps, seed=0)
-    assert float(space.gmacs(found)) == pytest.approx(budget, rel=1e-3)
+    reduced = []
+
+    def reduce(sums):
+        reduced.append(len(sums))
+        return 2 * sums  # of another process that has seen the same
+
+    chooser = many(subject, data, reduce=reduce)
+    found = chooser.begin(space, budget, fast.OPERATOR, simple, 400, seed=0)
+
+    drawn = [simple, *random_starts(space, budget, chooser.count(space, 400), seed=0)]
+    left = {tuple(rounded(counts, budget, space)): counts for counts in drawn}
+    totals, seen, lengths, calls = dict.fromkeys(left, 0.0), [], [], iter(subject.calls)
+    while len(left) > LEFT:
+        pixels = []
+        while len(pixels) < max(len(seen), 16):  # a batch, of at most 32 images, which all shapes see in turn
+            for each in left:
+                merge, some = next(calls)
+                assert merge == each
+                totals[each] += sum(subject.of(each, pixel) for pixel in some)
+            assert len(some) <= 32
+            pixels += some
+        lengths.append(len(pixels))
+        seen += pixels
+        left = {each: left[each] for each in sorted(left, key=totals.get)[: max(LEFT, len(left) // 2)]}
+    assert lengths == [16, 16, 32, 64, 128, 256]
+    assert len(set(seen[:32])) == 32  # no image of the 32 came twice before all had come
+    mean = project(torch.stack(list(left.values())).mean(0), budget, space, space.freely())
+    torch.testing.assert_close(found, mean)
+    assert len(reduced) == 6
 
     def distance(counts):
         return float((torch.tensor(rounded(counts, budget, space)) - best).square().mean())
 
-    drawn = random_starts(space, budget, count - 1, seed=0)
     assert distance(found) < 0.5 * distance(simple)
-    assert distance(found) < sorted(map(distance, drawn))[count // 20]
-    assert len(subject.calls) == 2 * (count - LEFT)
-    lengths = [8, 8, 16, 32, 64, 128]
-    parts = [
-        subject.calls[count * 2 - (2 * count >> i)] for i in range(len(lengths))
-    ]  # of each part, the first call
-    assert [len(part) for part in parts] == lengths
-    assert len(set(parts[0] + parts[1] + parts[2])) == 32  # no image of the 32 came twice before all had come
+    assert distance(found) < sorted(map(distance, drawn))[len(drawn) // 20]
 
 
-def test_a_race_takes_a_part_of_the_descent_and_short_ones_have_none(space, data):
+def test_a_beginning_that_held_out_images_find_worse_is_not_taken(space, budget, data, monkeypatch):
+    subject = Known(torch.tensor([65.0, 60, 35, 15, 5, 1]), random_vit(depth=6))
+    simple = starts(space, budget)[1]
+    monkeypatch.setattr(HeldOut, "clearly_above", lambda self, each, other: True)
+    assert many(subject, data).begin(space, budget, fast.OPERATOR, simple, 400, seed=0) is simple
+
+
+def test_where_next_to_nothing_can_be_chosen_nothing_is_raced(data):
+    backbone = backbone_of(random_vit(depth=3))
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    budget = 0.5 * space.cost.of_schedule(None)
+    subject = Known(torch.zeros(3), random_vit(depth=3))
+    simple = starts(space, budget)[0]
+    assert many(subject, data).begin(space, budget, fast.OPERATOR, simple, 4000, seed=0) is simple
+    assert not subject.calls
+    subject.classifies = False
+    assert many(subject, data).count(space, 100_000) == 0
+
+
+def test_a_race_takes_a_part_of_the_descent_and_short_ones_have_none(space, budget, data):
     chooser = many(Known(torch.zeros(6), random_vit(depth=6)), data)
     counts = [chooser.count(space, steps) for steps in (10, 60, 100, 200, 10_000)]
-    assert counts == sorted(counts)
-    assert counts[0] == 0
-    assert counts[-1] == best_of_many.MOST
+    assert counts == [0, 64, 64, 128, best_of_many.MOST]
     for steps, count in zip((60, 100, 200), counts[1:4], strict=True):
-        passes = 8 * count * (count // LEFT).bit_length() / 2
-        assert passes <= 0.25 * steps * 40 * 6 / 2
-    simple = starts(space, 0.5 * space.cost.of_schedule(None))[0]
-    assert chooser.begin(space, 0.02, fast.OPERATOR, simple, 10, seed=0) is simple
+        images = sum(n * size * (last - first) for n, size, first, last in chooser._rounds(count))
+        assert images <= 0.5 * steps * 40 * (1 + 4 / 2)
+    simple = starts(space, budget)[0]
+    assert chooser.begin(space, budget, fast.OPERATOR, simple, 10, seed=0) is simple
 
 
-def test_processes_share_the_images(space, data):
+@pytest.mark.parametrize("processes", [3, 17])  # of so many, one has no image of the first
+def test_processes_share_the_images(space, budget, data, processes):
     model = random_vit(depth=6)
-    budget = 0.5 * space.cost.of_schedule(None)
-    candidates = random_starts(space, budget, 3, seed=0)
-    for seen in (0, 16):
-        alone = many(Subject(model), data)._divergences(candidates, space, budget, fast.OPERATOR, seen)
-        parts = [
-            many(Subject(model), data, process_index=i, num_processes=3)._divergences(
-                candidates, space, budget, fast.OPERATOR, seen
+    schedules = [
+        fast.schedule_of(rounded(counts, budget, space), space, fast.OPERATOR)
+        for counts in random_starts(space, budget, 3, seed=0)
+    ]
+    for part in ((16, 0, 1), (16, 1, 2)):
+        alone = many(Subject(model), data)._divergences(schedules, *part)
+        shares = [
+            many(Subject(model), data, process_index=i, num_processes=processes)._divergences(
+                schedules, *part
             )
-            for i in range(3)
+            for i in range(processes)
         ]
         assert (alone > 0).all()
-        torch.testing.assert_close(torch.stack(parts).sum(0), alone, rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(torch.stack(shares).sum(0), alone, rtol=1e-4, atol=1e-8)
 
 
 def test_a_given_start_is_where_a_search_begins(data, monkeypatch):
@@ -151,5 +198,6 @@ def test_a_given_start_is_where_a_search_begins(data, monkeypatch):
     for start in (given, None):
         with pytest.raises(StoppedError):
             diffrate.search(model, data, budget, start=start, steps=6, batch_size=8, progress=False)
-    assert len(asked) == 1
+    assert [steps for _, steps in asked] == [6]
+    assert asked[0][0].choice == fast.OPERATOR.choice
     assert begun[0].round().tolist() == [65, 40, 30, 1]

@@ -18,7 +18,7 @@ import diffrate
 from conftest import TINY_FLAGS, random_vit, write_image
 from diffrate.data import UnreadableImageError
 from diffrate.methods.schedules import random_schedules
-from diffrate.searching import fast, paper, report
+from diffrate.searching import best_of_many, fast, paper, report
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.subject import FEW, SOFT, Subject
@@ -75,6 +75,17 @@ def test_same_seed_same_schedule_and_model_left_as_it_was(model, data):
 @pytest.mark.parametrize("recipe", ["fast", "paper"])
 @pytest.mark.parametrize("killed_at", [1, 5, 10])
 def test_resume_ends_where_an_undisturbed_run_ends(model, data, tmp_path, monkeypatch, recipe, killed_at):
+    monkeypatch.setattr(
+        best_of_many, "FEWEST", 8
+    )  # so that a search this short looks for where to begin as well
+    monkeypatch.setattr(best_of_many, "EFFORT", 100)
+    begin, begun = best_of_many.BestOfMany.begin, []
+
+    def counted(self, *arguments):
+        begun.append(begin(self, *arguments))
+        return begun[-1]
+
+    monkeypatch.setattr(best_of_many.BestOfMany, "begin", counted)
     undisturbed = run(model, data, "75%,60%", recipe=recipe)
     cls = fast.FastRecipe if recipe == "fast" else paper.PaperRecipe
     step, calls = cls.step, []
@@ -90,10 +101,14 @@ def test_resume_ends_where_an_undisturbed_run_ends(model, data, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         run(model, data, "75%,60%", recipe=recipe, output=tmp_path / "run")
     monkeypatch.setattr(cls, "step", step)
+    begun.clear()
     resumed = run(model, data, "75%,60%", recipe=recipe, output=tmp_path / "run", resume=True)
     for a, b in zip(undisturbed.schedules, resumed.schedules, strict=True):
         assert (a.prune, a.merge, a.made) == (b.prune, b.merge, b.made)
     assert resumed.history == undisturbed.history
+    assert len(begun) == (
+        recipe == "fast" and killed_at < 8
+    )  # for the second budget; not for one that goes on
 
 
 def test_the_folder_tells_the_whole_story(model, data, tmp_path):
@@ -345,6 +360,14 @@ def test_command_on_a_folder_without_classes_skips_what_it_cannot_read(tmp_path,
     assert (tmp_path / "run" / "schedule.json").is_file()
 
 
+CROWDED = """
+import runpy
+from diffrate.searching import best_of_many
+best_of_many.MOST, best_of_many.FEWEST, best_of_many.EFFORT = 16, 8, 100
+runpy.run_module("diffrate", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(tmp_path, tiny_vit):
     for parameter in tiny_vit.parameters():  # as it is initialised, its logits hardly depend on the image
@@ -353,7 +376,9 @@ def test_two_processes_find_what_one_finds(tmp_path, tiny_vit):
     folder = folder_of_images(tmp_path / "images")
     flags = ["--data-dir", folder, "--budget", "60%", "--steps", "6", "--batch-size", "8", "--workers", "0"]
     flags += ["--checkpoint", tmp_path / "weights.safetensors", "--device", "cpu"]
-    command = ["-m", "diffrate", "search", *TINY_FLAGS, *map(str, flags)]
+    crowded = tmp_path / "crowded.py"  # so that a search this short looks for where to begin as well
+    crowded.write_text(CROWDED)
+    command = [str(crowded), "search", *TINY_FLAGS, *map(str, flags)]
     launch = "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no"
     launch += " --dynamo_backend no --main_process_port 0"
     for name, words in {"one": command, "two": [*launch.split(), *command]}.items():

@@ -8,26 +8,29 @@ whose mean is mostly better than the best of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from diffrate.operator import Operator
 from diffrate.portions import Portions
+from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.fast import schedule_of
+from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.report import Progress
+from diffrate.searching.slopes import KERNELS
 from diffrate.searching.starts import random_starts
-from diffrate.searching.subject import Subject
 
 MOST = 256  # shapes
 FEWEST = 64  # of so few the best are no better than a simple shape
 LEFT = 4  # whose mean is the beginning
-FIRST = (8, 32)  # images that all of them see, at least and at most
-EFFORT = 0.25  # of the descent's forward passes that may be spent on this
+FIRST = (16, 32)  # images that all of them see, at least and at most
+EFFORT = 0.5  # of what the descent takes, in forward passes, that this may take
 
 
 class BestOfMany:
@@ -35,25 +38,32 @@ class BestOfMany:
 
     def __init__(
         self,
-        subject: Subject,
         images: SearchImages,
+        held_out: HeldOut,
         batch_size: int,
         accelerator: Accelerator,
         workers: int,
         reduce: Callable[[Tensor], Tensor],
         bar: Progress,
     ) -> None:
-        self.subject, self.images, self.accelerator, self.workers = subject, images, accelerator, workers
-        self.reduce, self.batch_size, self.bar = reduce, batch_size, bar
+        self.subject, self.images, self.held_out = held_out.subject, images, held_out
+        self.batch_size, self.accelerator, self.workers = batch_size, accelerator, workers
+        self.reduce, self.bar = reduce, bar
         least, most = FIRST
-        self.first = max(min(batch_size // 5, most), least, accelerator.num_processes)
+        self.first = max(min(batch_size // 5, most), least)
         self.portions = Portions("the choice of a beginning")
 
     def count(self, space: Space, steps: int) -> int:
-        """How many shapes a search of so many steps can afford, a power of two; none if they would be too few."""
+        """How many shapes a search of so many steps can afford, a power of two; none if they would be too few.
+
+        Only for classifiers: what a decoder reads makes other shapes good than random ones.
+        """
+        if not self.subject.classifies:
+            return 0
+        choices = sum(bool(space.free[list(part)].any()) for part in space.parts)
         passes = (
-            EFFORT * steps * self.batch_size * len(space.least) / 2
-        )  # a block's variant runs from there on
+            EFFORT * steps * self.batch_size * (1 + choices / 2)
+        )  # a count's variant runs from its block on
         count = MOST
         while count >= FEWEST and self.first * count * (count // LEFT).bit_length() / 2 > passes:
             count //= 2
@@ -62,38 +72,56 @@ class BestOfMany:
     def begin(
         self, space: Space, budget: Budget | float, operator: Operator, simple: Tensor, steps: int, seed: int
     ) -> Tensor:
-        """The mean of the best of random counts and `simple` ones; these alone where a search is short."""
-        count = self.count(space, steps)
-        if not count:
+        """The mean of the best of random counts and `simple` ones.
+
+        The simple ones alone where a search is short, where next to no other counts meet the budget, and where
+        held-out images say that they are clearly better.
+        """
+
+        def schedule(counts: Tensor) -> Schedule:
+            return schedule_of(rounded(counts, budget, space), space, operator)
+
+        drawn = [simple, *random_starts(space, budget, self.count(space, steps), seed)]
+        different = {each.merge: (counts, each) for counts, each in ((c, schedule(c)) for c in drawn)}
+        if len(different) < FEWEST:
             return simple
-        left = [simple, *random_starts(space, budget, count - 1, seed)]
+        left = list(different.values())
+        rounds = self._rounds(len(left))
+        self.bar.start(f"{Budget.of(budget)}: where to begin", sum(n * (b - a) for n, _, a, b in rounds), 0)
         totals = torch.zeros(len(left), dtype=torch.float64)
-        seen = 0
-        self.bar.start(f"{Budget.of(budget)}: where to begin", 2 * (count - LEFT), 0)
-        while len(left) > LEFT:
-            totals = totals + self._divergences(left, space, budget, operator, seen)
-            seen = 2 * seen or self.first
+        for _, size, first, last in rounds:
+            totals = totals + self._divergences([each for _, each in left], size, first, last)
             best = totals.argsort(stable=True)[: max(LEFT, len(left) // 2)]
             left, totals = [left[i] for i in best.tolist()], totals[best]
-        return project(torch.stack(left).mean(dim=0), budget, space, space.freely())
+        mean = project(torch.stack([counts for counts, _ in left]).mean(dim=0), budget, space, space.freely())
+        at_mean, at_simple = (self.held_out.each(schedule(counts)) for counts in (mean, simple))
+        return simple if self.held_out.clearly_above(at_mean, at_simple) else mean
+
+    def _rounds(self, count: int) -> list[tuple[int, int, int, int]]:
+        """Of each round: how many shapes, and their images, the batches of this size from `first` to before `last`."""
+        found, seen, largest = [], 0, self.first
+        while 2 * largest <= self.batch_size:
+            largest *= 2
+        while count > LEFT:
+            size = min(seen, largest) or self.first
+            found.append((count, size, seen // size, max(2 * seen, self.first) // size))
+            count, seen = max(LEFT, count // 2), 2 * seen or self.first
+        return found
 
     @torch.no_grad()
-    def _divergences(
-        self, candidates: list[Tensor], space: Space, budget: Budget | float, operator: Operator, seen: int
-    ) -> Tensor:
-        """(S,) sums over as many images as were `seen`, the next ones; at first over the first few."""
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        step, size = (1, seen) if seen else (0, self.first)
-        (batch,) = self.images.batches(step, step + 1, size, self.workers, process, processes)
-        images = batch.images.to(self.accelerator.device)
-        self.subject.model.eval()
-        sums = torch.zeros(len(candidates), dtype=torch.float64, device=self.accelerator.device)
-        if len(images):
-            with self.accelerator.autocast():
-                teacher = self.portions.joined(self.subject.under(None), images)
-                for i, counts in enumerate(candidates):
-                    schedule = schedule_of(rounded(counts, budget, space), space, operator)
-                    answers = self.portions.joined(self.subject.under(schedule), images)
-                    sums[i] = self.subject.divergence(teacher, answers).double().sum()
+    def _divergences(self, schedules: Sequence[Schedule], size: int, first: int, last: int) -> Tensor:
+        """(S,) sums over the images of some batches, of all processes."""
+        accelerator, subject = self.accelerator, self.subject
+        shares = accelerator.process_index, accelerator.num_processes
+        sums = torch.zeros(len(schedules), dtype=torch.float64, device=accelerator.device)
+        subject.model.eval()
+        with accelerator.autocast(), sdpa_kernel(KERNELS):
+            for batch in self.images.batches(first, last, size, self.workers, *shares):
+                images = batch.images.to(accelerator.device)
+                teacher = self.portions.joined(subject.under(None), images) if len(images) else None
+                for i, schedule in enumerate(schedules):
+                    if teacher is not None:
+                        answers = self.portions.joined(subject.under(schedule), images)
+                        sums[i] += subject.divergence(teacher, answers).double().sum()
                     self.bar.update(None)
         return self.reduce(sums).cpu()

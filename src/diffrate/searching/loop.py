@@ -81,7 +81,11 @@ class Snapshot:
 
 
 class Loop:
-    """Runs a search to its end. `begin` makes the course of a budget, from its steps and the last schedule found."""
+    """Runs a search to its end.
+
+    `begin` makes the course of a budget from its steps and the last schedule found; one that is resumed, and restored
+    then, need not look for where to begin.
+    """
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class Loop:
         space: Space,
         images: SearchImages,
         held_out: HeldOut,
-        begin: Callable[[Budget, int, Schedule | None], Course],
+        begin: Callable[[Budget, int, Schedule | None, bool], Course],
         check_labels: Callable[[Tensor], None],
         accelerator: Accelerator,
         folder: SearchFolder,
@@ -119,7 +123,7 @@ class Loop:
         now, settings = self.now, self.settings
         budget, steps = settings.budgets[now.budget], settings.steps_for(now.budget)
         last = Schedule.from_dict(now.found[-1]["schedule"]) if now.found else None
-        course = self.begin(budget, steps, last)
+        course = self.begin(budget, steps, last, now.course is not None)
         if now.course is not None:
             course.restore(now.course)
         every = math.ceil(steps / settings.checks)

@@ -33,7 +33,7 @@ from diffrate.searching.images import SearchImages
 from diffrate.searching.loop import Course, Loop, Settings, Snapshot
 from diffrate.searching.places import best_places
 from diffrate.searching.report import STATE, Progress, SearchFolder
-from diffrate.searching.subject import Subject
+from diffrate.searching.subject import FEW, SOFT, Subject
 
 RECIPES = ("fast", "paper")
 VIEWS = 4  # augmented views of an image that the fast recipe looks at: a dozen counts learn no image by heart
@@ -134,7 +134,7 @@ def search(
         **asdict(settings), "model": name, "images": images.count, "tokens": space.tokens, "whole": whole,
         "costs": [cost.describe() for cost in costs], "lambdas": dict(lambdas or {}),
         "precision": accelerator.mixed_precision, "origin": dict(origin or {}),
-        "start": None if start is None else start.to_dict(),
+        "start": None if start is None else start.to_dict(), "softened": {"by": SOFT, "up to classes": FEW},
     }  # fmt: skip
     state = None if output is None else Path(output) / STATE
     with (
@@ -149,9 +149,9 @@ def search(
             total: Tensor = accelerator.reduce(sums, reduction="sum")
             return total
 
-        many = BestOfMany(subject, images, settings.batch_size, accelerator, workers, reduce, bar)
+        many = BestOfMany(images, held, settings.batch_size, accelerator, workers, reduce, bar)
 
-        def begin(budget: Budget, steps: int, last: Schedule | None) -> Course:
+        def begin(budget: Budget, steps: int, last: Schedule | None, resumed: bool) -> Course:
             if recipe == "paper":
                 common = (model, space, settings.operator, budget, steps)
                 return paper.PaperRecipe(*common, reduce, mix, {**LAMBDAS, **(lambdas or {})})
@@ -160,7 +160,7 @@ def search(
             first = fast.best_start(where, budget, chosen, held, start, last)
             if last is None and operator is None:
                 chosen = fast.best_operator(where, budget, chosen, held, first)
-            if last is not None or start is None:
+            if not resumed and (last is not None or start is None):
                 first = many.begin(where, budget, chosen, first, steps, seed)
             return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce)
 
