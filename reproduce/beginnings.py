@@ -18,16 +18,13 @@ Measured here: results/reproduce_embedded_beginnings_cpu.json, by the defaults o
 
 from __future__ import annotations
 
-import sys
-
 import setting as shared
 import torch
 from many_schedules import MEASURES, ManySchedules
-from setting import OutOfTimeError, Setting, Table
+from setting import Setting, Table
 
 import diffrate
 from diffrate.costs.base import Costs
-from diffrate.errors import DiffRateError
 from diffrate.searching import fast
 from diffrate.searching.best_of_many import BestOfMany
 from diffrate.searching.budget import Budget, Space, rounded
@@ -106,12 +103,8 @@ def main() -> None:
     flags = shared.parser(__doc__)
     flags.add_argument("--no-searches", action="store_true", help="the beginnings alone")
     arguments = flags.parse_args()
-    try:
+    with shared.ended_in_a_sentence():
         run(shared.setting(arguments), not arguments.no_searches)
-    except OutOfTimeError:
-        print("out of time: the rows so far are saved")
-    except DiffRateError as error:
-        sys.exit(f"Error: {error}")
 
 
 if __name__ == "__main__":

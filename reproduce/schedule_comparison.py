@@ -43,7 +43,6 @@ are better: results/reproduce_embedded_schedule_comparison_500_h200.json.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -288,13 +287,9 @@ def main() -> None:
     )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()
-    try:
+    with shared.ended_in_a_sentence():
         given = [diffrate.Schedule.load(file) for file in arguments.schedule]
         run(shared.setting(arguments), arguments.random, given, arguments.runners, arguments.seeds)
-    except OutOfTimeError:
-        print("out of time: the rows so far are saved")
-    except DiffRateError as error:
-        sys.exit(f"Error: {error}")
 
 
 if __name__ == "__main__":

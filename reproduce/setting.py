@@ -10,7 +10,8 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,10 +223,17 @@ def setting(arguments: argparse.Namespace) -> Setting:
 
 def main(doc: str | None, *runs: Callable[[Setting], None]) -> None:
     """Run the experiments of one file with the flags above."""
-    try:
+    with ended_in_a_sentence():
         made = setting(parser(doc).parse_args())
         for run in runs:
             run(made)
+
+
+@contextmanager
+def ended_in_a_sentence() -> Iterator[None]:
+    """What time ends, and what cannot be run as it was asked for, says so and has no traceback."""
+    try:
+        yield
     except OutOfTimeError:
         print("out of time: the rows so far are saved")
     except DiffRateError as error:

@@ -20,16 +20,13 @@ results/reproduce_vit_tiny_temperatures_h200.json, a thousand.
 
 from __future__ import annotations
 
-import sys
-
 import setting as shared
 import torch
 from many_schedules import MEASURES, ManySchedules
-from setting import OutOfTimeError, Setting, Table
+from setting import Setting, Table
 from torch import Tensor, nn
 
 import diffrate
-from diffrate.errors import DiffRateError
 from diffrate.methods.schedules import random_schedules
 from diffrate.searching.subject import Subject
 
@@ -102,12 +99,8 @@ def main() -> None:
     flags.add_argument("--seeds", type=int, default=3)
     flags.add_argument("--runners", type=int, default=0, help="processes that evaluate the random ones")
     arguments = flags.parse_args()
-    try:
+    with shared.ended_in_a_sentence():
         run(shared.setting(arguments), arguments.random, arguments.seeds, arguments.runners)
-    except OutOfTimeError:
-        print("out of time: the rows so far are saved")
-    except DiffRateError as error:
-        sys.exit(f"Error: {error}")
 
 
 if __name__ == "__main__":
