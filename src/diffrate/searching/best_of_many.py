@@ -27,7 +27,7 @@ from diffrate.searching.slopes import KERNELS
 from diffrate.searching.starts import random_starts
 
 MOST = 256  # shapes
-FEWEST = 64  # of so few the best are no better than a simple shape
+FEWEST = 64  # of fewer the best are hardly better than a simple shape
 LEFT = 4  # whose mean is the beginning
 FIRST = (16, 32)  # images that all of them see, at least and at most
 EFFORT = 0.5  # of what the descent takes, in forward passes, that this may take
@@ -61,9 +61,8 @@ class BestOfMany:
         if not self.subject.classifies:
             return 0
         choices = sum(bool(space.free[list(part)].any()) for part in space.parts)
-        passes = (
-            EFFORT * steps * self.batch_size * (1 + choices / 2)
-        )  # a count's variant runs from its block on
+        # Each count's variant runs from its block on, so that half a pass is the mean.
+        passes = EFFORT * steps * self.batch_size * (1 + choices / 2)
         count = MOST
         while count >= FEWEST and self.first * count * (count // LEFT).bit_length() / 2 > passes:
             count //= 2
