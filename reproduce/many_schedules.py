@@ -25,7 +25,7 @@ from diffrate.outputs import main_output
 from diffrate.searching.subject import kl
 
 EACH = 64  # schedules that a process takes at a time
-AT_ONCE = 512  # images of one forward pass
+AT_ONCE = 1024  # images of one forward pass
 MEASURES = (
     "loss",
     "divergence",

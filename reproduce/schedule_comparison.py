@@ -6,7 +6,7 @@ divergence from the uncompressed model, which is less noisy still, and is what t
 The searches of several seeds (`--seeds`, `--schedule`) are raced against at once, and with them the paper's counts for
 a model of this shape, so that what counts are worth can be told from what the operator is worth:
 
-1. Images in a random order. All schedules see the first 64 (32 on a CPU); then the survivors as many again, and again,
+1. Images in a random order. All schedules see the first 256 (32 on a CPU); then the survivors as many again, and again,
    until the images end. On a GPU in half precision, from `--runners` processes (many_schedules.py).
 2. After each part a schedule is out when it is worse than all of these, by both measures, by more than 2.33
    standard errors of the paired difference; out counts as worse. If differences were normal, a part would put out at
@@ -66,7 +66,7 @@ from diffrate.methods.schedules import (
 )
 from diffrate.operator import Operator
 
-FIRST = {"cpu": 32, "cuda": 64}  # images that every schedule sees
+FIRST = {"cpu": 32, "cuda": 256}  # images that every schedule sees
 SURELY = 2.33  # standard errors
 AUDITED = 500  # of those that are out
 RANDOM = 10_000
