@@ -134,6 +134,34 @@ def test_schedules_that_are_given_race_at_their_own_budget_and_others_are_search
         module.run(setting, 3, [tight])
 
 
+@pytest.mark.parametrize("control", [True, False])
+def test_the_papers_counts_race_where_they_are_asked_to(
+    load, monkeypatch: pytest.MonkeyPatch, control: bool
+) -> None:
+    module, model = load("schedule_comparison"), random_vit(depth=4)
+    budget = 0.7 * diffrate.gmacs(model)
+    found = random_schedules(model, budget, [0, 1])
+    papers = random_schedules(model, budget, [2])[0]
+    measured, raced = [], []
+
+    class StoppedError(Exception):
+        pass
+
+    def race(_many: object, references: list[diffrate.Schedule], *_: object) -> None:
+        raced.extend(references)
+        raise StoppedError
+
+    monkeypatch.setattr(module, "race", race)
+    monkeypatch.setattr(module, "simple_schedules", lambda *_: {"others": found[0], module.CONTROL: papers})
+    table = Namespace(
+        setting=Namespace(model=model, check_time=None), measure=lambda name, *_, **__: measured.append(name)
+    )
+    with pytest.raises(StoppedError):
+        module.at_budget(table, None, budget, found, 3, control)
+    assert raced == ([*found, papers] if control else found)
+    assert measured == ["search", "search 2", "others", module.CONTROL]
+
+
 def moments(means: list[float], n: int, deviation: float) -> torch.Tensor:
     return torch.tensor([[m * n for m in means], [(deviation**2 + m * m) * n for m in means]]).double()
 

@@ -24,7 +24,7 @@ class Positions:
         """For the tokens `chosen` (B, K), in that order."""
         return replace(self, index=chosen if self.index is None else self.index.gather(1, chosen))
 
-    def rows(self, chosen: slice) -> Positions:
+    def rows(self, chosen: slice | Tensor) -> Positions:
         return self if self.index is None else replace(self, index=self.index[chosen])
 
     def indices(self, batch: int, count: int) -> Tensor:
@@ -83,7 +83,7 @@ class Tokens:
         return self.log_size if known else self.size.log()
 
 
-def rows(tokens: Tokens, chosen: slice) -> Tokens:
+def rows(tokens: Tokens, chosen: slice | Tensor) -> Tokens:
     """A part of the batch."""
     return replace(
         tokens,

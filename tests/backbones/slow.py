@@ -20,7 +20,7 @@ import diffrate
 from diffrate.backbones import backbone_of
 from diffrate.masking import masked_logits
 from diffrate.proxy import Kept
-from diffrate.searching.slopes import variant_logits
+from diffrate.searching.many import logits_of_many
 
 
 @dataclass
@@ -146,7 +146,7 @@ def check(model: nn.Module, slow: Slow, **compress: Any) -> diffrate.CompressedM
 
 
 def check_search(model: nn.Module) -> None:
-    """The fast recipe's variants are the compressed model's logits; the paper's masks too, with a gradient each."""
+    """Many schedules in one walk have the compressed model's logits; the paper's masks too, with a gradient each."""
     backbone = backbone_of(model)
     layout = backbone.layout
     torch.manual_seed(2)
@@ -156,18 +156,13 @@ def check_search(model: nn.Module) -> None:
     changed = [n] + [count - 2 for count in kept[1:]]
     operator = diffrate.compress(model, operation="merge", mean="attention").operator
 
-    def dropped(counts: list[int]) -> Tensor:
-        schedule = diffrate.Schedule((*counts, counts[-1]), (*counts, counts[-1]), p, operator)
-        return tensor_of(diffrate.compress(model, schedule)(images))
-
+    variants = [kept, *([*kept[:i], changed[i], *kept[i + 1 :]] for i in range(1, last))]
+    schedules = [diffrate.Schedule((*each, each[-1]), (*each, each[-1]), p, operator) for each in variants]
     with torch.no_grad():
-        logits = variant_logits(backbone, images, kept, changed, operator)
-        wanted = [dropped(kept)]
-        for i in range(1, last):
-            wanted.append(dropped([*kept[:i], changed[i], *[min(c, changed[i]) for c in kept[i + 1 :]]]))
-    torch.testing.assert_close(logits[0], wanted[0], rtol=1e-3, atol=1e-4)
-    for i in range(1, last):
-        torch.testing.assert_close(logits[i + 1], wanted[i], rtol=1e-3, atol=1e-4)
+        logits = logits_of_many(backbone, images, schedules)
+        wanted = [tensor_of(diffrate.compress(model, schedule)(images)) for schedule in schedules]
+    for each, alone in zip(logits, wanted, strict=True):
+        torch.testing.assert_close(each, alone, rtol=1e-3, atol=1e-4)
 
     if layout.mean_pooled and not layout.plain_mean:
         return  # the paper's recipe refuses pooling heads that cannot be masked

@@ -43,13 +43,17 @@ def test_variants_equal_separate_models(name):
     kept, changed = CASES[name]
     operator = checked_operator(OPERATOR, subject.backbone.layout)
     images = torch.randn(2, 3, 64, 96)
+    schedules = []
+    for variant in range(4):
+        counts = [changed[i] if i + 1 == variant else n for i, n in enumerate(kept)]
+        counts.append(counts[-1])
+        schedules.append(
+            diffrate.Schedule(counts, counts, subject.backbone.layout.prefix, operator).effective
+        )
     with torch.no_grad():
-        got = subject.variants(images, kept, changed, operator)
+        got = subject.under_many(schedules, images)
         assert got.shape == (4, 2, 16 * 24, len(CLASSES))
-        for variant in range(4):
-            counts = [changed[i] if i + 1 == variant else n for i, n in enumerate(kept)]
-            counts.append(counts[-1])
-            schedule = diffrate.Schedule(counts, counts, subject.backbone.layout.prefix, operator).effective
+        for variant, schedule in enumerate(schedules):
             fast = model.compressed(schedule)
             maps = fast.backbone.forward_intermediates(
                 images, indices=model.taken, norm=name != "caformer", intermediates_only=True

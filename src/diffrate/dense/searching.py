@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 from torch.utils.data import Dataset
 
 from diffrate.backbones import backbone_of
@@ -24,8 +23,8 @@ from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching import fast
 from diffrate.searching.budget import Budget, Space
+from diffrate.searching.many import branches
 from diffrate.searching.run import SearchResult, search
-from diffrate.searching.slopes import KERNELS, Branch, branches, every_variant
 from diffrate.searching.starts import starts
 from diffrate.searching.subject import Subject, kl
 
@@ -105,53 +104,42 @@ class SegmenterSubject(Subject):
         model = self.model if schedule is None else self.model.compressed(schedule)
         return lambda images: _places(model.coarse(images))
 
-    def variants(
-        self, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator
-    ) -> Tensor:
-        with sdpa_kernel(KERNELS):
-            outcomes = self._stages if isinstance(self.backbone, TimmMetaFormer) else self._plain
-            return every_variant(outcomes(images, kept, changed, operator), len(kept))
+    def under_many(self, schedules: Sequence[Schedule], images: Tensor) -> Tensor:
+        found = (self._stages if isinstance(self.backbone, TimmMetaFormer) else self._plain)(
+            schedules, images
+        )
+        return torch.stack([found[i] for i in range(len(schedules))])
 
     def divergence(self, teacher: Tensor, answers: Tensor, temperature: float | None = None) -> Tensor:
         temperature = temperature or 1.0  # a scene has many places, unsure ones among them
         return temperature**2 * kl(teacher / temperature, answers / temperature).mean(dim=-1)
 
-    def _plain(
-        self, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator
-    ) -> dict[int, Tensor]:
-        """The answers of a ViT's variants, from the maps of the blocks that the decoder reads."""
+    def _plain(self, schedules: Sequence[Schedule], images: Tensor) -> dict[int, Tensor]:
+        """The answers of a ViT, from the maps of the blocks that the decoder reads."""
         backbone, (rows, columns) = self.backbone, self.backbone.grid(images)
-        first = backbone.start(images, track=True)
         found = {}
-        for branch in branches(backbone, first, kept, changed, operator, self.model.taken):
-            for variant, grids in _apart(branch, branch.maps, images.shape[0]):
+        for branch in branches(backbone, backbone.start(images, track=True), schedules, self.model.taken):
+            for members, chunk in branch.each():  # one after the other they need less memory
                 maps = [
-                    backbone.norm(grid).transpose(1, 2).unflatten(2, (rows, columns)).contiguous()
-                    for grid in grids
+                    backbone.norm(grid[chunk]).transpose(1, 2).unflatten(2, (rows, columns)).contiguous()
+                    for grid in branch.maps
                 ]
-                found[variant] = _places(self.model.decoded(maps))
+                found.update(dict.fromkeys(members, _places(self.model.decoded(maps))))
         return found
 
-    def _stages(
-        self, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator
-    ) -> dict[int, Tensor]:
-        """Those of a CAFormer's, from the maps of its stages."""
+    def _stages(self, schedules: Sequence[Schedule], images: Tensor) -> dict[int, Tensor]:
+        """Those of a CAFormer, from the maps of its stages."""
         backbone = self.backbone
         assert isinstance(backbone, TimmMetaFormer)
         early = backbone.early(images)
         first = backbone.start_with(backbone.embed_map(early[-1]), images)
         found = {}
-        for branch in branches(backbone, first, kept, changed, operator):
-            for variant, (restored,) in _apart(branch, [backbone.restored(branch.tokens)], images.shape[0]):
-                maps = [*early[: backbone.index], restored, *backbone.late(restored)]
-                found[variant] = _places(self.model.decoded(maps))
+        for branch in branches(backbone, first, schedules):
+            restored = backbone.restored(branch.tokens)
+            for members, chunk in branch.each():
+                maps = [*early[: backbone.index], restored[chunk], *backbone.late(restored[chunk])]
+                found.update(dict.fromkeys(members, _places(self.model.decoded(maps))))
         return found
-
-
-def _apart(branch: Branch, maps: list[Tensor], batch: int) -> list[tuple[int, list[Tensor]]]:
-    """Each variant of a branch with its part of the maps: one after the other they need less memory."""
-    chunks = zip(*(grid.split(batch) for grid in maps), strict=True)
-    return [(variant, list(own)) for variant, own in zip(branch.variants, chunks, strict=True)]
 
 
 def _places(logits: Tensor) -> Tensor:

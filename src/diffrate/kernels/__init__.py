@@ -100,7 +100,7 @@ class Ranked(NamedTuple):
     order: Tensor
     stream: torch.cuda.Stream | None = None
 
-    def rows(self, chosen: slice) -> Ranked:
+    def rows(self, chosen: slice | Tensor) -> Ranked:
         """A part of the batch."""
         return self._replace(importance=self.importance[chosen], order=self.order[chosen])
 

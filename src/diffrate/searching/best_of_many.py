@@ -9,27 +9,29 @@ whose mean is mostly better than the best of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
 from diffrate.operator import Operator
 from diffrate.portions import Portions
 from diffrate.schedule import Schedule
+from diffrate.searching import design
 from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.fast import schedule_of
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
+from diffrate.searching.many import in_order
 from diffrate.searching.report import Progress
-from diffrate.searching.slopes import KERNELS
 from diffrate.searching.starts import random_starts
 
 MOST = 256  # shapes
 FEWEST = 64  # of fewer the best are hardly better than a simple shape
 LEFT = 4  # whose mean is the beginning
 FIRST = (16, 32)  # images that all of them see, at least and at most
+AT_ONCE = 32  # shapes that share a walk
 EFFORT = 0.5  # of what the descent takes, in forward passes, that this may take
 
 
@@ -60,9 +62,8 @@ class BestOfMany:
         """
         if not self.subject.classifies:
             return 0
-        choices = sum(bool(space.free[list(part)].any()) for part in space.parts)
-        # Each count's variant runs from its block on, so that half a pass is the mean.
-        passes = EFFORT * steps * self.batch_size * (1 + choices / 2)
+        # The schedules of a step share about half of their blocks; so do these, a little less.
+        passes = EFFORT * steps * self.batch_size * (1 + design.size(space) / 2)
         count = MOST
         while count >= FEWEST and self.first * count * (count // LEFT).bit_length() / 2 > passes:
             count //= 2
@@ -112,15 +113,23 @@ class BestOfMany:
         """(S,) sums over the images of some batches, of all processes."""
         accelerator, subject = self.accelerator, self.subject
         shares = accelerator.process_index, accelerator.num_processes
+        order = in_order(schedules)
+        groups = [order[i : i + AT_ONCE] for i in range(0, len(order), AT_ONCE)]
         sums = torch.zeros(len(schedules), dtype=torch.float64, device=accelerator.device)
         subject.model.eval()
-        with accelerator.autocast(), sdpa_kernel(KERNELS):
+        with accelerator.autocast():
             for batch in self.images.batches(first, last, size, self.workers, *shares):
                 images = batch.images.to(accelerator.device)
-                teacher = self.portions.joined(subject.under(None), images) if len(images) else None
-                for i, schedule in enumerate(schedules):
-                    if teacher is not None:
-                        answers = self.portions.joined(subject.under(schedule), images)
-                        sums[i] += subject.divergence(teacher, answers).double().sum()
-                    self.bar.update(None)
+                for group in groups:
+                    if len(images):
+                        sums[group] += self.portions.joined(
+                            partial(self._each, [schedules[i] for i in group]), images
+                        ).sum(0)
+                    self.bar.advance(len(group))
         return self.reduce(sums).cpu()
+
+    def _each(self, schedules: Sequence[Schedule], images: Tensor) -> Tensor:
+        """(B, S) of every image under every schedule."""
+        subject = self.subject
+        teacher = subject.under(None)(images)
+        return subject.divergence(teacher, subject.under_many(schedules, images)).double().T

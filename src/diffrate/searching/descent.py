@@ -18,7 +18,7 @@ from torch import Tensor
 from diffrate.searching.budget import Budget, Space, project
 
 FLATTEST = 0.1  # least cost of a block's token that counts, as a share of their mean
-AVERAGED = 0.4  # share of the way so far, at its end, whose counts are averaged
+AVERAGED = 0.7  # share of the way so far, at its end, whose counts are averaged
 
 
 @dataclass
@@ -106,36 +106,6 @@ class Descent:
             return project(self.counts, self.budget, self.space, self.along_budget())
         mean = torch.tensor(self.path[-math.ceil(AVERAGED * self.done) :], dtype=torch.float64).mean(dim=0)
         return project(mean, self.budget, self.space, self.along_budget())
-
-
-def perturbed(kept: list[int], space: Space, share: float, up: list[bool]) -> list[int]:
-    """A count for each block a `share` of its tokens up or down from `kept`, within its neighbours where they allow.
-
-    A block level with both neighbours can only go down, and takes those after it along.
-    """
-    changed = []
-    joined = {block: part[0] for part in space.ties or () for block in part if len(part) > 1}
-    for i, n in enumerate(kept):
-        if i in joined:  # down, which takes the others along; the first one speaks for all
-            changed.append(max(int(space.least[i]), n - max(2, round(share * n))) if joined[i] == i else n)
-            continue
-        least, most = int(space.least[i]), int(space.most[i])
-        change = max(2, round(share * n))
-        above = min(most, kept[i - 1] if i else n)
-        below = max(least, kept[i + 1] if i + 1 < len(kept) else least)
-        if least == most:
-            changed.append(n)
-            continue
-        higher, lower = min(n + change, above), max(n - change, below)
-        if up[i] and higher > n:
-            changed.append(higher)
-        elif lower < n and n - lower >= min(change, higher - n):
-            changed.append(lower)
-        elif higher > n:
-            changed.append(higher)
-        else:
-            changed.append(max(least, n - change))
-    return changed
 
 
 def _shared(slopes: Tensor, space: Space, share: Callable[[Tensor], Tensor]) -> Tensor:

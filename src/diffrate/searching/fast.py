@@ -1,8 +1,10 @@
 """The fast recipe: descent on measured slopes of the divergence from the uncompressed model.
 
-No labels, no proxies and no backward pass: see slopes.py for how a dozen slopes are measured at the price of a few
-forward passes, and descent.py for what is done with them. Merging only, of the tokens that lose least, into
-importance-weighted means that are as long as their longest member.
+No labels, no proxies and no backward pass. The straight-through gradient of the paper is biased where it counts: a
+revived token is taken to live to the end, and a block above the running minimum gets none. A schedule has only a dozen
+numbers, so real forward passes can measure their slopes: design.py says of which schedules, many.py runs them at the
+price of a few, and descent.py moves the counts. Merging only, of the tokens that lose least, into importance-weighted
+means that are as long as their longest member.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from diffrate.operator import Operator
 from diffrate.portions import Portions
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space, project, rounded
-from diffrate.searching.descent import Descent, perturbed
+from diffrate.searching.descent import Descent
+from diffrate.searching.design import around, slopes
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.subject import SOFT, Subject
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost", keep_norm=True)
 FLOOR = 1.0  # the other choice, for models whose class token ignores most of an image: held-out images decide
-SHARE = 0.1  # of a block's tokens, by which its count is changed to measure the slope
 BEHIND = 2.0  # standard errors on held-out images, by which a start is clearly worse than the first of four
 TRAVEL = 80  # tokens of 197 that a count could travel at the first step's length
 
@@ -55,17 +57,17 @@ class FastRecipe:
     @torch.no_grad()
     def step(self, images: Tensor, labels: Tensor) -> float:
         """Measure the slopes on these images and move the counts; returns the loss at the counts before."""
-        subject = self.subject
+        subject, descent = self.subject, self.descent
         subject.model.eval()
-        kept = self.counts()
-        draw = random.Random(f"{self.seed}-{Budget.of(self.descent.budget).leading}-{self.descent.done}")
-        changed = perturbed(kept, self.descent.space, SHARE, [draw.random() < 0.5 for _ in kept])
+        draw = random.Random(f"{self.seed}-{Budget.of(descent.budget).leading}-{descent.done}")
+        measured = around(descent.counts, descent.space, draw)
+        schedules = [schedule_of([int(n) for n in each], descent.space, self.operator) for each in measured]
 
         def added(parts: list[slice]) -> Tensor:
             sums = []
             for part in parts:
-                answers = subject.variants(images[part], kept, changed, self.operator)
-                each = subject.divergence(subject.under(None)(images[part]), answers)  # (1 + L', b)
+                answers = subject.under_many(schedules, images[part])
+                each = subject.divergence(subject.under(None)(images[part]), answers)  # (S, b)
                 sums.append(
                     torch.cat([each.sum(dim=-1, dtype=torch.float64), each.new_tensor([each.shape[1]])])
                 )
@@ -75,10 +77,9 @@ class FastRecipe:
         losses = sums[:-1] / sums[-1]
         if not losses.isfinite().all():
             return float("nan")  # and the counts stay where they were
-        difference = torch.tensor(changed, dtype=torch.float64) - torch.tensor(kept, dtype=torch.float64)
-        rise = losses[1:] - losses[0]
-        self.descent.update(torch.where(difference == 0, 0.0, rise / difference.where(difference != 0, 1.0)))
-        return float(losses[0])
+        loss, found = slopes(descent.counts, descent.space, measured, losses)
+        descent.update(found)
+        return loss
 
     def counts(self) -> list[int]:
         """The whole counts of the present point."""

@@ -107,10 +107,15 @@ class Progress:
     def start(self, what: Budget | str, steps: int, done: int) -> None:
         self.task = self.bar.add_task(str(what), total=steps, completed=done, state="")
 
+    def advance(self, count: int) -> None:
+        assert self.task is not None
+        self.bar.update(self.task, advance=count)
+
     def update(self, entry: dict[str, Any] | None) -> None:
+        """One step done, of which `entry` says what is known."""
         assert self.task is not None
         if entry is None:
-            self.bar.update(self.task, advance=1)
+            self.advance(1)
             return
         kept = " ".join(map(str, entry["kept"]))
         costs = Budget({metric: entry[metric] for metric in METRICS if metric in entry})

@@ -39,8 +39,8 @@ RECIPES = ("fast", "paper")
 VIEWS = 4  # augmented views of an image that the fast recipe looks at: a dozen counts learn no image by heart
 # (steps, images a step): what converges, and on a CPU what ends in minutes.
 DEFAULTS = {
-    ("fast", "cuda"): (120, 500),
-    ("fast", "cpu"): (60, 40),
+    ("fast", "cuda"): (80, 500),
+    ("fast", "cpu"): (40, 40),
     ("paper", "cuda"): (400, 250),
     ("paper", "cpu"): (60, 32),
 }

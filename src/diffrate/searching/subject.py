@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from diffrate.backbones import backbone_of
 from diffrate.compressed import compress
 from diffrate.costs.macs import MacCost
-from diffrate.operator import Operator
 from diffrate.outputs import main_output
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space
-from diffrate.searching.slopes import variant_logits
+from diffrate.searching.many import logits_of_many
 from diffrate.searching.starts import starts
 
 # Where there are few classes a model is sure of most images, and the few others make nearly all of the divergence.
@@ -47,11 +46,9 @@ class Subject:
         model = self.model if schedule is None else compress(self.model, schedule)
         return lambda images: main_output(model(images))
 
-    def variants(
-        self, images: Tensor, kept: Sequence[int], changed: Sequence[int], operator: Operator
-    ) -> Tensor:
-        """(1 + L', B, …) answers under counts and with each of them changed: see slopes.py."""
-        return variant_logits(self.backbone, images, kept, changed, operator)
+    def under_many(self, schedules: Sequence[Schedule], images: Tensor) -> Tensor:
+        """(S, B, …) answers under each of the schedules, which share an operator: see many.py."""
+        return logits_of_many(self.backbone, images, schedules)
 
     def divergence(self, teacher: Tensor, answers: Tensor, temperature: float | None = None) -> Tensor:
         """(…, B) how far answers lie from the whole model's, of every image; softened where there are few classes."""

@@ -1,0 +1,70 @@
+"""What a step of the descent measures: schedules around the present one, in which all counts change at once.
+
+What an image makes of other counts is mostly chance, and as much for one changed block as for all. So no block is
+weighed alone: each count goes up in half of the schedules and down in the other half, evenly against every other block
+(the columns of a Hadamard matrix), and least squares tell the slopes apart. Every pass then speaks for every block:
+with sixteen schedules a slope's variance is a thirtieth of what one changed count against an unchanged schedule has.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from diffrate.searching.budget import Space
+
+SHARE = 0.1  # of a block's tokens, by which its count goes up or down
+FEWEST = 8  # schedules
+RIDGE = 0.01  # of the least squares: where counts are level and move as one, they share a slope
+
+
+def size(space: Space) -> int:
+    """How many schedules a step measures: a power of two, above the number of counts."""
+    return max(FEWEST, 1 << len(_free(space)).bit_length())
+
+
+def around(counts: Tensor, space: Space, draw: random.Random) -> Tensor:
+    """(S, L) whole counts that fall from block to block: `counts` (L,) with each block that has a choice changed."""
+    parts, signs = _free(space), hadamard(size(space))
+    columns = draw.sample(range(1, len(signs)), len(parts))
+    changed = counts.repeat(len(signs), 1)
+    for part, column in zip(parts, columns, strict=True):
+        way = signs[:, column] * draw.choice((-1, 1))
+        changed[:, part] += way[:, None] * _change(counts)[part]
+    whole = torch.minimum(torch.maximum(changed.round(), space.least), space.most)
+    return whole.cummin(dim=1).values
+
+
+def slopes(counts: Tensor, space: Space, measured: Tensor, losses: Tensor) -> tuple[float, Tensor]:
+    """The loss at `counts` and (L,) its slopes, per token, from the losses (S,) of the counts `measured` (S, L).
+
+    Blocks that share one count have its slope at the first of them.
+    """
+    first = [part[0] for part in _free(space)]
+    change = _change(counts)[first]
+    moved = torch.cat([torch.ones(len(losses), 1), (measured - counts)[:, first] / change], dim=1)
+    ridge = torch.full((1 + len(first),), RIDGE * len(losses), dtype=torch.float64)
+    ridge[0] = 0.0
+    fitted = torch.linalg.solve(moved.T @ moved + ridge.diag(), moved.T @ losses.double())
+    found = torch.zeros_like(counts)
+    found[first] = fitted[1:] / change
+    return float(fitted[0]), found
+
+
+def hadamard(order: int) -> Tensor:
+    """(order, order) of +1 and -1 with orthogonal columns, the first without a sign; for powers of two."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while len(found) < order:
+        found = torch.cat([torch.cat([found, found], dim=1), torch.cat([found, -found], dim=1)])
+    return found
+
+
+def _free(space: Space) -> list[list[int]]:
+    """The blocks that have a choice, those with one count together."""
+    return [list(part) for part in space.parts if bool(space.free[list(part)].any())]
+
+
+def _change(counts: Tensor) -> Tensor:
+    return (SHARE * counts).clamp_min(1.0)

@@ -1,0 +1,107 @@
+"""Schedules around the present one, and the slopes that their losses have."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import random_vit
+from diffrate.backbones import backbone_of
+from diffrate.costs.macs import MacCost
+from diffrate.searching import design
+from diffrate.searching.budget import Space
+
+COUNTS = torch.tensor([65.0, 60.3, 48.2, 30.0, 14.1, 1], dtype=torch.float64)
+FREE = slice(1, 5)
+
+
+@pytest.fixture
+def space():
+    backbone = backbone_of(random_vit(depth=6))
+    return Space.of(backbone, MacCost.of_backbone(backbone))
+
+
+def test_columns_are_orthogonal():
+    signs = design.hadamard(16)
+    assert torch.equal(signs.abs(), torch.ones(16, 16, dtype=torch.float64))
+    assert torch.equal(signs.T @ signs, 16 * torch.eye(16, dtype=torch.float64))
+    assert (signs[:, 0] == 1).all()
+
+
+def test_each_count_goes_up_in_half_of_the_schedules_and_down_in_the_others(space):
+    counts = torch.tensor([65.0, 50, 30, 16, 8, 1], dtype=torch.float64)
+    around = design.around(counts, space, random.Random(3))
+    assert around.shape == (8, 6)
+    assert torch.equal(around, around.round())
+    moved = (around - counts)[:, FREE]
+    assert moved.abs().mean(0).tolist() == pytest.approx([5, 3, 2, 1], abs=0.51)
+    assert torch.equal(moved.sign().sum(0), torch.zeros(4, dtype=torch.float64))
+    # Against every other block: both went up in a quarter of the schedules.
+    assert all(((moved[:, i] > 0) & (moved[:, j] > 0)).sum() == 2 for i in range(4) for j in range(i))
+    assert (around[:, 0] == 65).all()
+    assert (around[:, 5] == 1).all()
+    assert torch.equal(around, design.around(counts, space, random.Random(3)))
+    assert not torch.equal(around, design.around(counts, space, random.Random(4)))
+
+
+def test_deeper_models_take_more_schedules():
+    backbone = backbone_of(random_vit(depth=12))
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    around = design.around(torch.linspace(65, 1, 12, dtype=torch.float64), space, random.Random(0))
+    assert around.shape == (design.size(space), 12) == (16, 12)
+
+
+def test_counts_stay_within_bounds_and_fall(space):
+    counts = torch.tensor([65.0, 65, 64, 64, 2, 1], dtype=torch.float64)
+    around = design.around(counts, space, random.Random(0))
+    assert (around.diff(dim=1) <= 0).all()
+    assert (around >= space.least).all()
+    assert (around <= space.most).all()
+    assert len(around.unique(dim=0)) > 4
+
+
+def test_slopes_are_those_of_a_line_and_see_no_curvature(space):
+    wanted = torch.tensor([0.0, -0.3, 0.2, -0.05, 0.4, 0.0], dtype=torch.float64)
+    measured = design.around(COUNTS, space, random.Random(1))
+    moved = measured - COUNTS
+    losses = 2.0 + moved @ wanted
+    loss, found = design.slopes(COUNTS, space, measured, losses)
+    assert found.tolist() == pytest.approx(wanted.tolist(), rel=0.05, abs=0.01)
+    assert loss == pytest.approx(2.0, abs=0.05)
+    bent = losses + 0.05 * (moved[:, 1] / 9).square() + 0.05 * (moved[:, 3] / 4.5).square()
+    assert design.slopes(COUNTS, space, measured, bent)[1].tolist() == pytest.approx(
+        found.tolist(), abs=0.003
+    )
+
+
+def test_noise_is_shared_by_all_schedules(space):
+    """The variance of a slope is that of one loss by the number of schedules, as of a mean over all of them."""
+    torch.manual_seed(0)
+    counts = torch.tensor([65.0, 50, 30, 20, 10, 1], dtype=torch.float64)
+    measured = design.around(counts, space, random.Random(1))
+    draws = [design.slopes(counts, space, measured, torch.randn(8).double())[1] for _ in range(2000)]
+    change = (0.1 * counts)[FREE].clamp_min(1)
+    variance = (torch.stack(draws)[:, FREE] * change).var(dim=0)
+    assert variance.tolist() == pytest.approx([1 / 8] * 4, rel=0.15)
+
+
+def test_level_counts_share_a_slope(space):
+    counts = torch.tensor([65.0, 40, 40, 40, 40, 1], dtype=torch.float64)
+    measured = design.around(counts, space, random.Random(0))
+    losses = 1 - 0.1 * (measured - counts)[:, FREE].sum(dim=1)
+    _, found = design.slopes(counts, space, measured, losses)
+    assert found[FREE].isfinite().all()
+    assert float(found.sum()) == pytest.approx(-0.4, rel=0.2)
+
+
+def test_tied_blocks_move_as_one_and_the_first_has_their_slope(space):
+    tied = replace(space, ties=((0,), (1, 2), (3, 4), (5,)))
+    counts = torch.tensor([65.0, 50, 50, 20, 20, 1], dtype=torch.float64)
+    measured = design.around(counts, tied, random.Random(0))
+    assert measured.shape == (8, 6)
+    assert torch.equal(measured[:, 1], measured[:, 2])
+    assert torch.equal(measured[:, 3], measured[:, 4])
+    losses = 1 - 0.1 * (measured - counts).sum(dim=1)
+    _, found = design.slopes(counts, tied, measured, losses)
+    assert found.tolist() == pytest.approx([0, -0.2, 0, -0.2, 0, 0], abs=0.01)
