@@ -22,10 +22,11 @@ def space():
     return Space.of(backbone, MacCost.of_backbone(backbone))
 
 
-def test_columns_are_orthogonal():
-    signs = design.hadamard(16)
-    assert torch.equal(signs.abs(), torch.ones(16, 16, dtype=torch.float64))
-    assert torch.equal(signs.T @ signs, 16 * torch.eye(16, dtype=torch.float64))
+@pytest.mark.parametrize("order", [8, 12, 20, 24, 32])
+def test_columns_are_orthogonal(order):
+    signs = design.hadamard(order)
+    assert torch.equal(signs.abs(), torch.ones(order, order, dtype=torch.float64))
+    assert torch.equal(signs.T @ signs, order * torch.eye(order, dtype=torch.float64))
     assert (signs[:, 0] == 1).all()
 
 
@@ -45,11 +46,12 @@ def test_each_count_goes_up_in_half_of_the_schedules_and_down_in_the_others(spac
     assert not torch.equal(around, design.around(counts, space, random.Random(4)))
 
 
-def test_deeper_models_take_more_schedules():
-    backbone = backbone_of(random_vit(depth=12))
+@pytest.mark.parametrize(("depth", "schedules"), [(4, 8), (9, 8), (12, 12), (14, 20), (24, 24), (32, 32)])
+def test_deeper_models_take_more_schedules(depth, schedules):
+    backbone = backbone_of(random_vit(depth=depth))
     space = Space.of(backbone, MacCost.of_backbone(backbone))
-    around = design.around(torch.linspace(65, 1, 12, dtype=torch.float64), space, random.Random(0))
-    assert around.shape == (design.size(space), 12) == (16, 12)
+    around = design.around(torch.linspace(65, 1, depth, dtype=torch.float64), space, random.Random(0))
+    assert around.shape == (design.size(space), depth) == (schedules, depth)
 
 
 def test_counts_stay_within_bounds_and_fall(space):

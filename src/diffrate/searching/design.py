@@ -3,7 +3,7 @@
 What an image makes of other counts is mostly chance, and as much for one changed block as for all. So no block is
 weighed alone: each count goes up in half of the schedules and down in the other half, evenly against every other block
 (the columns of a Hadamard matrix), and least squares tell the slopes apart. Every pass then speaks for every block:
-with sixteen schedules a slope's variance is a thirtieth of what one changed count against an unchanged schedule has.
+with twelve schedules a slope's variance is 1/24 of what one changed count against an unchanged schedule has.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RIDGE = 0.01  # of the least squares: where counts are level and move as one, th
 
 
 def size(space: Space) -> int:
-    """How many schedules a step measures: a power of two, above the number of counts."""
-    return max(FEWEST, 1 << len(_free(space)).bit_length())
+    """How many schedules a step measures, one more than a prime: twelve for the ten counts of twelve blocks."""
+    return 1 + _prime(max(FEWEST - 1, len(_free(space))))
 
 
 def around(counts: Tensor, space: Space, draw: random.Random) -> Tensor:
@@ -54,10 +54,24 @@ def slopes(counts: Tensor, space: Space, measured: Tensor, losses: Tensor) -> tu
 
 
 def hadamard(order: int) -> Tensor:
-    """(order, order) of +1 and -1 with orthogonal columns, the first without a sign; for powers of two."""
-    found = torch.ones(1, 1, dtype=torch.float64)
-    while len(found) < order:
-        found = torch.cat([torch.cat([found, found], dim=1), torch.cat([found, -found], dim=1)])
+    """(order, order) of +1 and -1 with orthogonal columns, the first of +1 alone.
+
+    Paley's: by squares modulo order - 1, a prime of the form 4 k + 3.
+    """
+    prime = order - 1
+    squares = {i * i % prime for i in range(1, prime)}
+    found = torch.ones(order, order, dtype=torch.float64)
+    for i in range(prime):
+        for j in range(prime):
+            found[1 + i, 1 + j] = -1.0 if i == j or (j - i) % prime in squares else 1.0
+    return found
+
+
+def _prime(least: int) -> int:
+    """The first prime of the form 4 k + 3 from `least` on."""
+    found = least
+    while found % 4 != 3 or any(found % i == 0 for i in range(2, found)):
+        found += 1
     return found
 
 
