@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,21 +98,23 @@ def rows(tokens: Tokens, chosen: slice | Tensor) -> Tokens:
     )
 
 
-def stacked(a: Tokens, b: Tokens) -> Tokens:
-    """Two batches of equally many tokens as one."""
-    size = patches = None
-    if a.size is not None or b.size is not None:
-        size = torch.cat([a.sizes(), b.sizes()])
-    if a.patches is not None and b.patches is not None:
-        patches = torch.cat([a.patches, b.patches])
-    positions = a.positions
-    if a.positions is not None and b.positions is not None:
-        places = [p.indices(t.x.shape[0], t.count) for p, t in ((a.positions, a), (b.positions, b))]
-        positions = replace(a.positions, index=torch.cat(places))
-    importance = None
-    if a.importance is not None and b.importance is not None:
-        importance = torch.cat([a.importance, b.importance])
-    features = a.with_features(torch.cat([a.x, b.x]))
+def stacked(parts: Sequence[Tokens]) -> Tokens:
+    """Batches of equally many tokens as one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    size = patches = importance = None
+    if any(part.size is not None for part in parts):
+        size = torch.cat([part.sizes() for part in parts])
+    if all(part.patches is not None for part in parts):
+        patches = torch.cat([part.patches for part in parts if part.patches is not None])
+    if all(part.importance is not None for part in parts):
+        importance = torch.cat([part.importance for part in parts if part.importance is not None])
+    positions = first.positions
+    if positions is not None:
+        places = [part.positions.indices(part.x.shape[0], part.count) for part in parts if part.positions]
+        positions = replace(positions, index=torch.cat(places))
+    features = first.with_features(torch.cat([part.x for part in parts]))
     return replace(
         features, size=size, patches=patches, positions=positions, log_size=None, importance=importance
     )

@@ -10,9 +10,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import diffrate
 from conftest import random_vit
 from diffrate import DiffRateError, Operator, Schedule, kernels
+from diffrate.backbones import backbone_of
 from diffrate.backbones.base import Attention
 from diffrate.kernels import ops
 from diffrate.mixing import mix
+from diffrate.searching.many import logits_of_many
 from diffrate.tokens import Tokens, start
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -58,6 +60,22 @@ def plain(fast, images):
 
 
 SEARCHED = {"operation": "merge", "mean": "attention", "choice": "cost", "image_share": 0.2}
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.4])
+def test_schedules_that_share_a_walk_share_the_kernels(model, images, calls, memory, monkeypatch):
+    """Whose order of tokens, norms and sizes are parts of a batch there."""
+    monkeypatch.setattr(kernels, "_plain_is_faster", lambda _: False)
+    operator = Operator(**SEARCHED, keep_norm=True, memory=memory)
+    kept = ([17, 12, 9, 1], [17, 12, 8, 1], [17, 10, 8, 1], [17, 17, 8, 1])
+    schedules = [Schedule(each, each, operator=operator) for each in kept]
+    with torch.no_grad():
+        got = logits_of_many(backbone_of(model), images, schedules)
+    assert len(calls) < sum(len(set(each)) - 1 for each in kept)
+    assert calls
+    for each, schedule in zip(got, schedules, strict=True):
+        wanted = plain(diffrate.compress(model, schedule), images)
+        torch.testing.assert_close(each, wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import torch
 from conftest import random_vit
 from diffrate.backbones import backbone_of
 from diffrate.costs.macs import MacCost
-from diffrate.searching.budget import Space
+from diffrate.searching import fast
+from diffrate.searching.budget import Space, project
 from diffrate.searching.descent import Descent
-from diffrate.searching.subject import kl
+from diffrate.searching.starts import starts
+from diffrate.searching.subject import Subject, kl
 
 
 def test_divergence_is_kl():
@@ -46,3 +48,48 @@ def test_descent_finds_the_optimum_of_a_known_loss():
     ratio = (weight / found.square() / descent.cost_gradient())[1:5]
     assert float(space.gmacs(found)) == pytest.approx(budget, rel=1e-3)
     assert (ratio / ratio.mean()).tolist() == pytest.approx([1] * 4, rel=0.1)
+
+
+def test_the_answer_is_the_mean_of_the_last_part_of_the_way():
+    backbone = backbone_of(random_vit(depth=6))
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    budget = 0.6 * space.cost.of_schedule(None)
+    start = project(torch.tensor([65.0, 50, 40, 30, 20, 1]).double(), budget, space, space.freely())
+    descent = Descent(start, budget, space, steps=10, relative=0.5)
+    for step in range(10):
+        descent.update(torch.tensor([0.0, -1, 1, -1, 1, 0], dtype=torch.float64) * (-1) ** (step // 3))
+    mean = torch.tensor(descent.path[3:], dtype=torch.float64).mean(dim=0)
+    torch.testing.assert_close(
+        descent.answer(), project(mean, budget, space, descent.along_budget()), rtol=1e-6, atol=1e-4
+    )
+    whole = torch.tensor(descent.path, dtype=torch.float64).mean(dim=0)
+    assert float((mean - whole).abs().max()) > 0.1
+
+
+def test_steps_and_seeds_measure_other_schedules():
+    backbone = backbone_of(random_vit(depth=6))
+    space = Space.of(backbone, MacCost.of_backbone(backbone))
+    budget = 0.6 * space.cost.of_schedule(None)
+
+    class Flat(Subject):
+        """Its answers are the same under all schedules, so that counts stay; remembers them."""
+
+        def under_many(self, schedules, images):
+            seen.append([each.merge for each in schedules])
+            return torch.zeros(len(schedules), len(images), 7)
+
+        def divergence(self, teacher, answers, temperature=None):
+            return answers[..., 0]
+
+    def course(seed):
+        subject = Flat(random_vit(depth=6))
+        start = starts(space, budget)[0]
+        return fast.FastRecipe(subject, space, fast.OPERATOR, budget, 4, start, seed, lambda sums: sums)
+
+    seen: list[list[tuple[int, ...]]] = []
+    for each in (course(0), course(0), course(1)):
+        for _ in range(2):
+            each.step(torch.randn(2, 3, 32, 32), torch.zeros(2))
+    assert seen[0] != seen[1]  # one step and the next
+    assert seen[:2] == seen[2:4]  # the same search again
+    assert seen[0] != seen[4]  # another seed

@@ -62,7 +62,7 @@ class BestOfMany:
         """
         if not self.subject.classifies:
             return 0
-        # The schedules of a step share about half of their blocks; so do these, a little less.
+        # The schedules of a step share about half of their blocks. Shapes share some too, but are charged in full.
         passes = EFFORT * steps * self.batch_size * (1 + design.size(space) / 2)
         count = MOST
         while count >= FEWEST and self.first * count * (count // LEFT).bit_length() / 2 > passes:
@@ -120,16 +120,17 @@ class BestOfMany:
         with accelerator.autocast():
             for batch in self.images.batches(first, last, size, self.workers, *shares):
                 images = batch.images.to(accelerator.device)
+                teacher = self.portions.joined(subject.under(None), images) if len(images) else None
                 for group in groups:
-                    if len(images):
-                        sums[group] += self.portions.joined(
-                            partial(self._each, [schedules[i] for i in group]), images
-                        ).sum(0)
+                    if teacher is not None:
+                        answers = self.portions.joined(
+                            partial(self._answers, [schedules[i] for i in group]), images
+                        )
+                        each = subject.divergence(teacher, answers.transpose(0, 1))  # (S, B)
+                        sums[group] += each.sum(dim=1, dtype=torch.float64)
                     self.bar.advance(len(group))
         return self.reduce(sums).cpu()
 
-    def _each(self, schedules: Sequence[Schedule], images: Tensor) -> Tensor:
-        """(B, S) of every image under every schedule."""
-        subject = self.subject
-        teacher = subject.under(None)(images)
-        return subject.divergence(teacher, subject.under_many(schedules, images)).double().T
+    def _answers(self, schedules: Sequence[Schedule], images: Tensor) -> Tensor:
+        """(B, S, …)"""
+        return self.subject.under_many(schedules, images).transpose(0, 1)

@@ -3,7 +3,8 @@
 What an image makes of other counts is mostly chance, and as much for one changed block as for all. So no block is
 weighed alone: each count goes up in half of the schedules and down in the other half, evenly against every other block
 (the columns of a Hadamard matrix), and least squares tell the slopes apart. Every pass then speaks for every block:
-with twelve schedules a slope's variance is 1/24 of what one changed count against an unchanged schedule has.
+where counts lie well apart, a slope from twelve schedules has 1/24 of the variance that one changed count against an
+unchanged schedule has. Where they are level, some of their changes are not to be had: counts must fall.
 """
 
 from __future__ import annotations
@@ -17,28 +18,32 @@ from diffrate.searching.budget import Space
 
 SHARE = 0.1  # of a block's tokens, by which its count goes up or down
 FEWEST = 8  # schedules
-RIDGE = 0.01  # of the least squares: where counts are level and move as one, they share a slope
+RIDGE = 0.01  # of the least squares, where columns hardly differ
 
 
 def size(space: Space) -> int:
-    """How many schedules a step measures, one more than a prime: twelve for the ten counts of twelve blocks."""
-    return 1 + _prime(max(FEWEST - 1, len(_free(space))))
+    """How many schedules a step measures: twelve for the ten counts of twelve blocks, and always a column to spare."""
+    return 1 + _prime(max(FEWEST - 1, len(_free(space)) + 1))
 
 
 def around(counts: Tensor, space: Space, draw: random.Random) -> Tensor:
-    """(S, L) whole counts that fall from block to block: `counts` (L,) with each block that has a choice changed."""
+    """(S, L) whole counts that fall from block to block: `counts` (L,) with each block that has a choice changed.
+
+    Where a change would make counts rise, the earlier block takes the later ones down with it in half of the schedules,
+    and in the others the later one lifts the earlier ones: always down would look like a change of all schedules.
+    """
     parts, signs = _free(space), hadamard(size(space))
-    columns = draw.sample(range(1, len(signs)), len(parts))
+    columns = [signs[:, i] * draw.choice((-1, 1)) for i in draw.sample(range(1, len(signs)), len(parts) + 1)]
     changed = counts.repeat(len(signs), 1)
-    for part, column in zip(parts, columns, strict=True):
-        way = signs[:, column] * draw.choice((-1, 1))
+    for part, way in zip(parts, columns[1:], strict=True):
         changed[:, part] += way[:, None] * _change(counts)[part]
     whole = torch.minimum(torch.maximum(changed.round(), space.least), space.most)
-    return whole.cummin(dim=1).values
+    lifted = whole.flip(1).cummax(dim=1).values.flip(1)
+    return torch.where(columns[0][:, None] > 0, lifted, whole.cummin(dim=1).values)
 
 
 def slopes(counts: Tensor, space: Space, measured: Tensor, losses: Tensor) -> tuple[float, Tensor]:
-    """The loss at `counts` and (L,) its slopes, per token, from the losses (S,) of the counts `measured` (S, L).
+    """The loss around `counts` and (L,) its slopes, per token, from the losses (S,) of the counts `measured` (S, L).
 
     Blocks that share one count have its slope at the first of them.
     """

@@ -56,7 +56,7 @@ class FastRecipe:
 
     @torch.no_grad()
     def step(self, images: Tensor, labels: Tensor) -> float:
-        """Measure the slopes on these images and move the counts; returns the loss at the counts before."""
+        """Measure the slopes on these images and move the counts; returns the loss around the counts before."""
         subject, descent = self.subject, self.descent
         subject.model.eval()
         draw = random.Random(f"{self.seed}-{Budget.of(descent.budget).leading}-{descent.done}")

@@ -20,11 +20,12 @@ from diffrate.errors import DiffRateError, shown
 from diffrate.operator import Operator
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget, Space
-from diffrate.searching.descent import AVERAGED
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.report import Progress, SearchFolder
 from diffrate.seeding import seeded
+
+ARRIVES = 0.6  # share of the steps from which on clearly worse answers may end a search
 
 
 class Course(Protocol):
@@ -201,7 +202,7 @@ class Loop:
             self.lowest = each
         elif course.returns_last or not self.held_out.clearly_above(each, self._lowest()):
             now.best = {**taken, "lowest": now.best["lowest"]}
-        elif now.step > (1 - AVERAGED) * steps:  # before, the counts are still on their way
+        elif now.step > ARRIVES * steps:  # before, the counts are still on their way
             now.best["without"] += 1
         return divergence
 

@@ -18,11 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from diffrate import kernels
 from diffrate.backbones import Backbone
 from diffrate.blocks import attend_and_rank, reduce_and_finish, run_block, run_block_for_prefix
-from diffrate.compressed import checked_operator
-from diffrate.errors import DiffRateError
+from diffrate.compressed import checked, checked_operator
 from diffrate.operator import Operator
+from diffrate.outputs import main_output
 from diffrate.reduction import restore
-from diffrate.schedule import Schedule
+from diffrate.schedule import Schedule, ScheduleError
 from diffrate.tokens import Tokens, rows, stacked
 
 # Searches see other sequence lengths all the time, and cuDNN would plan anew for each: hundreds of milliseconds.
@@ -62,8 +62,7 @@ def logits_of_many(backbone: Backbone, images: Tensor, schedules: Sequence[Sched
         first = backbone.start(images)
     found: dict[int, Tensor] = {}
     for branch in branches(backbone, first, schedules, for_head=True):
-        logits = backbone.head(branch.tokens.with_features(backbone.norm(branch.tokens.x)))
-        logits = logits[0] if isinstance(logits, tuple) else logits
+        logits = main_output(backbone.head(branch.tokens.with_features(backbone.norm(branch.tokens.x))))
         for members, chunk in branch.each():
             found.update(dict.fromkeys(members, logits[chunk]))
     return torch.stack([found[i] for i in range(len(schedules))])
@@ -80,23 +79,29 @@ def branches(
 
     for_head  of the last block only what the head looks at.
     """
-    if len({each.operator for each in schedules}) != 1:
-        raise DiffRateError("schedules that share a walk must have one operator")
-    operator, depth = checked_operator(schedules[0].operator, backbone.layout), backbone.layout.depth
-    counts = list(map(_counts, schedules))
+    layout = backbone.layout
+    operators = {checked_operator(each.operator, layout) for each in schedules}
+    if len(operators) != 1:
+        raise ScheduleError(f"schedules that share a walk must have one operator, not {len(operators)}")
+    operator = operators.pop()
+    if first.count != layout.tokens and not layout.dynamic:
+        raise ScheduleError(
+            f"the schedules are for {layout.tokens} tokens and this input gives {first.count}"
+        )
+    counts = [_counts(checked(each, layout).resized(first.count)) for each in schedules]
     now = [Branch(first, [list(range(len(schedules)))])]
-    for block in range(depth):
-        last = for_head and block == depth - 1 and backbone.layout.compresses_last_block
+    for block in range(layout.depth):
+        last = for_head and block == layout.depth - 1 and layout.compresses_last_block
         its_counts = [each[block] for each in counts]
-        after: dict[int, Branch] = {}
+        after: dict[int, list[Branch]] = {}
         with sdpa_kernel(KERNELS):
-            for part in (p for b in now for p in _block(backbone, block, b, its_counts, operator, last)):
-                if block in mapped:
-                    assert part.tokens.patches is not None
-                    part.maps.append(restore(part.tokens.x, part.tokens.patches))
-                length = part.tokens.count
-                after[length] = _joined(after[length], part) if length in after else part
-        now = list(after.values())
+            while now:  # what has gone through is not kept
+                for part in _block(backbone, block, now.pop(), its_counts, operator, last):
+                    if block in mapped:
+                        assert part.tokens.patches is not None
+                        part.maps.append(restore(part.tokens.x, part.tokens.patches))
+                    after.setdefault(part.tokens.count, []).append(part)
+        now = [_joined(after.pop(length)) for length in list(after)]
     return now
 
 
@@ -113,19 +118,19 @@ def _block(
             ways.setdefault(None if last and counts[each][1] < held else counts[each], []).append(each)
         for way, those in ways.items():
             kept.setdefault(way, []).append((those, chunk))
-    attended = ranked = None
+    removes = any(way is not None and way[1] < held for way in kept)
+    if removes:
+        attended, ranked = attend_and_rank(backbone, block, branch.tokens, operator)
     for way, parts in kept.items():
         whole = len(parts) == len(branch.members)
         chosen = slice(None) if whole else _rows([chunk for _, chunk in parts], branch.tokens.x.device)
         if way is None:
             left = run_block_for_prefix(backbone, block, rows(branch.tokens, chosen), operator)
-        elif way[1] >= held:
-            left = run_block(backbone, block, rows(branch.tokens, chosen), *way, operator)
-        else:
-            if attended is None or ranked is None:
-                attended, ranked = attend_and_rank(backbone, block, branch.tokens, operator)
+        elif removes:
             its_rank = ranked[chosen] if isinstance(ranked, Tensor) else ranked.rows(chosen)
             left = reduce_and_finish(backbone, block, rows(attended, chosen), its_rank, *way, operator)
+        else:
+            left = run_block(backbone, block, rows(branch.tokens, chosen), *way, operator)
         yield Branch(left, [those for those, _ in parts], [grid[chosen] for grid in branch.maps])
 
 
@@ -135,9 +140,10 @@ def _rows(chunks: Sequence[slice], device: torch.device) -> slice | Tensor:
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-def _joined(a: Branch, b: Branch) -> Branch:
-    maps = [torch.cat(pair) for pair in zip(a.maps, b.maps, strict=True)]
-    return Branch(stacked(a.tokens, b.tokens), a.members + b.members, maps)
+def _joined(parts: Sequence[Branch]) -> Branch:
+    maps = [torch.cat(grids) for grids in zip(*(part.maps for part in parts), strict=True)]
+    members = [each for part in parts for each in part.members]
+    return Branch(stacked([part.tokens for part in parts]), members, maps)
 
 
 def _counts(schedule: Schedule) -> list[Counts]:
