@@ -1,8 +1,8 @@
 """Where a descent begins: between the best of many random shapes, found by successive halving on the search's images.
 
 How far answers lie from the whole model's varies from image to image, and between two near schedules nearly as much as
-between two far ones. Slopes compare near ones: where images are few, or budgets tight, they drown in that. Shapes that
-differ widely do not. So all of them see a few images, the better half as many again, and so on until a few are left,
+between two far ones. Slopes compare near ones, and lead nowhere far where images are few. Shapes that differ widely are
+told apart by few images. So all of them see a few, the better half as many again, and so on until a few are left,
 whose mean is mostly better than the best of them.
 """
 
@@ -32,7 +32,7 @@ FEWEST = 64  # of fewer the best are hardly better than a simple shape
 LEFT = 4  # whose mean is the beginning
 FIRST = (16, 32)  # images that all of them see, at least and at most
 AT_ONCE = 32  # shapes that share a walk
-EFFORT = 0.5  # of what the descent takes, in forward passes, that this may take
+EFFORT = 0.75  # of what the descent takes, in forward passes, that this may take
 
 
 class BestOfMany:
