@@ -29,7 +29,8 @@ Written by `python reproduce/page.py` from the files in [results/](../results/);
 Methods run with untouched weights, but where training is said, at equal MACs on the same images \
 (`diffrate compare`, `diffrate methods`); a row that is more than 1 % off its budget says so. \
 Differences are in points of top-1 and in mean negative log-likelihood, paired, with 95 % intervals from drawing \
-images anew; p is McNemar's. How the search works and what was tried: [search.md](search.md).
+images anew; p is McNemar's. A search is that of the commit which its file names; how searches work, what was tried \
+and what has changed since: [search.md](search.md).
 """
 SHORT = """\
 ## In short

@@ -33,7 +33,8 @@ Measured here: results/reproduce_vit_tiny_schedule_comparison_h200.json, ViT-Ti 
 is better. The embedded model, by searches that did not soften answers:
 results/reproduce_embedded_schedule_comparison_h200.json, at 35 and 25 % of the MACs 50 to 904 have a lower loss, and 61
 to 615 a lower divergence; at 52 % it ended early, and there are 500 random ones instead, of which 64 to 76 and 0 to 7
-are better: results/reproduce_embedded_schedule_comparison_500_h200.json.
+are better: results/reproduce_embedded_schedule_comparison_500_h200.json. The present search at 25 % on a CPU, where
+time ended the race after 128 images: results/reproduce_embedded_schedule_comparison_cpu.json.
 
     python reproduce/schedule_comparison.py --random 10000 --seeds 3 --budgets 52%,35%,25% \\
         --json results/reproduce_embedded_schedule_comparison_h200.json
