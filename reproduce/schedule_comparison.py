@@ -25,8 +25,8 @@ EViT (stepwise), constant rates and the paper, under the same operator.
 Cost: at each of `--budgets` a search for each seed, and the race. How far a race goes depends on how many are hard to
 tell apart: on an H200, ViT-Ti at 0.655 GMACs takes 266 s, 5,728 of the schedules seeing all images, and the embedded
 model 135 and 198 s at 35 and 25 %, where parts of 64 images are too few to keep a GPU busy. That was before schedules
-shared blocks. Without the paper's counts (`--no-control`), which many random ones are better than, far fewer see all
-images.
+shared blocks. Without the paper's counts (`--no-control`), which many random ones are better than, fewer stay
+in the race.
 
 Measured here: results/reproduce_vit_tiny_schedule_comparison_h200.json, ViT-Ti at 0.655 GMACs, three searches: of
 10,000 random ones 83, 28 and 10 have a lower loss, and 4, none and none a lower divergence; none of 500 that had left
@@ -303,7 +303,7 @@ def main() -> None:
         "--control",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="race the paper's counts too; far fewer leave early with them",
+        help="race the paper's counts too; fewer leave early with them",
     )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()
