@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import diffrate
 from diffrate.backbones import backbone_of
 from diffrate.outputs import main_output
+from diffrate.portions import Portions
 from diffrate.searching.many import in_order, logits_of_many
 from diffrate.searching.subject import kl
 
@@ -36,6 +37,7 @@ MEASURES = (
 
 Given = tuple[nn.Module, Tensor, Tensor, Tensor]  # model, images, labels, and what the whole model answers
 _mine: Given  # of a process
+_portions = Portions("the race")  # processes share the memory of a GPU
 
 
 class ManySchedules:
@@ -90,10 +92,13 @@ def _my_each(schedules: Sequence[diffrate.Schedule], part: slice) -> np.ndarray:
 @torch.inference_mode()
 def _each(given: Given, schedules: Sequence[diffrate.Schedule], part: slice) -> np.ndarray:
     model, images, labels, whole = given
-    backbone, found = backbone_of(model), []
-    for some in _passes(images[part]):
-        found.append(logits_of_many(backbone, some, schedules).float())
-    answers = torch.cat(found, dim=1)  # (S, B, classes)
+    backbone = backbone_of(model)
+
+    def forward(some: Tensor) -> Tensor:
+        return logits_of_many(backbone, some, schedules).float().transpose(0, 1)
+
+    found = [_portions.joined(forward, some) for some in _passes(images[part])]
+    answers = torch.cat(found).transpose(0, 1)  # (S, B, classes)
     loss = F.cross_entropy(answers.transpose(1, 2), labels[part].expand(len(schedules), -1), reduction="none")
     return torch.stack([loss, kl(whole[part], answers)], dim=1).double().cpu().numpy()
 

@@ -1,7 +1,8 @@
 """What every file here shares: the model and images under test, the flags that choose them, and rows that are saved.
 
-Without flags, the embedded model and its images: everything runs on a CPU. With `--model`, `--checkpoint` (or
-`--pretrained`) and `--data-dir`, a timm model on a folder with `search/` and `val/` splits.
+Without flags, the embedded model and its images: everything runs on a CPU. With `--val-dir`, a folder of the files of
+Fashion-MNIST (Debian's `dataset-fashion-mnist`), it is measured on all 10,000 test images instead of 2,000. With
+`--model`, `--checkpoint` (or `--pretrained`) and `--data-dir`, a timm model on a folder with `search/` and `val/`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils.data import Subset
 import diffrate
 from diffrate import embedded
 from diffrate.data import build_loader, search_datasets
+from diffrate.embedded.build import read_fashion_mnist
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Evaluation, compare_evaluations, evaluate
 from diffrate.methods import cost_of, settings_of
@@ -168,7 +170,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     flags.add_argument("--pretrained", action="store_true", help="download timm's weights")
     flags.add_argument("--data-dir", type=Path, help="folder with search/ (or train/) and val/")
     flags.add_argument(
-        "--val-dir", type=Path, help="folder of the images to measure on, where it is not in --data-dir"
+        "--val-dir",
+        type=Path,
+        help="folder of the images to measure on, if it is not in --data-dir; of Fashion-MNIST for the embedded model",
     )
     flags.add_argument("--search-split", default="search", help="folder of the images to search on")
     flags.add_argument("--val-split", default="val", help="folder of the images to measure on")
@@ -192,7 +196,7 @@ def setting(arguments: argparse.Namespace) -> Setting:
     accelerator = Accelerator(mixed_precision="fp16" if gpu else "no")
     if arguments.model == "embedded":
         model: nn.Module = embedded.model()
-        val = _embedded_batches(arguments.images)
+        val = _embedded_batches(arguments.val_dir, arguments.images)
         data = embedded.dataset("search")
         search_data: tuple[Any, Any] = (data, data)
     else:
@@ -259,8 +263,8 @@ def without_images(
         sys.exit(f"Error: {error}")
 
 
-def _embedded_batches(count: int | None) -> list[tuple[Tensor, Tensor]]:
-    images, labels = embedded.images("test")
+def _embedded_batches(source: Path | None, count: int | None) -> list[tuple[Tensor, Tensor]]:
+    images, labels = embedded.images("test") if source is None else read_fashion_mnist(source, "test")
     chosen = _spread(len(labels), count)
     images, labels = embedded.normalise(images[chosen, None]), labels[chosen]
     return list(zip(images.split(BATCH), labels.split(BATCH), strict=True))

@@ -219,3 +219,24 @@ def test_processes_have_the_losses_of_each_schedule_alone(load, monkeypatch: pyt
     torch.testing.assert_close(found[:, 0], alone.double(), rtol=1e-5, atol=1e-6)
     assert (found[:, 1] > 0).all()
     assert len({tuple(row) for row in found[:, 0].tolist()}) == 5
+
+
+def test_a_race_goes_on_where_memory_ends(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: ModuleType = load("many_schedules")
+    model = random_vit(depth=3)
+    images, labels = torch.randn(4, 3, 32, 32), torch.randint(7, (4,))
+    schedules = random_schedules(model, 0.6 * diffrate.gmacs(model), range(3))
+    many = module.ManySchedules(model, images, labels)
+    whole, at_once, seen = many.each(schedules, slice(0, 4)), module.logits_of_many, []
+
+    def with_little_memory(backbone: object, some: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(len(some))
+        if len(some) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return at_once(backbone, some, *rest)
+
+    monkeypatch.setattr(module, "logits_of_many", with_little_memory)
+    monkeypatch.setattr(module, "_portions", module.Portions("the race"))
+    with pytest.warns(RuntimeWarning, match="the race goes on with 2 at a time"):
+        torch.testing.assert_close(many.each(schedules, slice(0, 4)), whole)
+    assert seen == [4, 2, 2]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import struct
 import sys
 import time
 from pathlib import Path
@@ -34,6 +36,21 @@ def small(load, tmp_path: Path) -> object:
     return load("setting").Setting(
         "small", model, val, (data, data), Accelerator(cpu=True), budgets, 1, 4, 0, tmp_path / "rows.json"
     )
+
+
+def test_the_embedded_model_is_measured_on_a_folder_of_fashion_mnist(load, tmp_path: Path) -> None:
+    images = torch.randint(256, (12, 28, 28), dtype=torch.uint8)
+    labels = torch.arange(12, dtype=torch.uint8) % 10
+    for kind, values in {"images-idx3": images, "labels-idx1": labels}.items():
+        head = struct.pack(f">BBBB{values.ndim}i", 0, 0, 8, values.ndim, *values.shape)
+        with gzip.open(tmp_path / f"t10k-{kind}-ubyte.gz", "wb") as file:
+            file.write(head + values.numpy().tobytes())
+    module = load("setting")
+    arguments = module.parser("").parse_args(["--val-dir", str(tmp_path), "--images", "6"])
+    ((found, theirs),) = module.setting(arguments).val
+    chosen = [0, 2, 4, 7, 9, 11]
+    assert theirs.tolist() == [labels[i] for i in chosen]
+    torch.testing.assert_close(found.cpu(), embedded.normalise(images[chosen, None]))
 
 
 @pytest.mark.slow
