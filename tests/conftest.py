@@ -163,6 +163,7 @@ def diffrate_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
     def run(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["diffrate", *map(str, arguments)])
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # pytest's, which the program replaces
         capsys.readouterr()
         interrupted = signal.getsignal(signal.SIGINT)
         with pytest.raises(SystemExit) as ended:

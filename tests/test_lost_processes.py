@@ -61,3 +61,36 @@ uncaught(ConnectionResetError("here"))
     assert "gone" not in said
     assert "ValueError: a mistake" in said
     assert "ConnectionResetError: here" in said
+
+
+def test_a_loader_whose_process_died_while_it_was_made_says_nothing() -> None:
+    """Torch fails where it puts such a loader away, and a thread of it where its start was broken off."""
+    program = """
+import sys, threading
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Loader
+from diffrate.cli import app
+
+class Other:
+    def __del__(self):
+        raise ValueError("a mistake")
+
+def half_made():
+    made = Loader.__new__(Loader)
+    made._workers, made._shutdown = [None], False
+    made._workers_done_event = threading.Event()
+    made._pin_memory = made._persistent_workers = False
+    other = Other()
+    thread = threading.Thread(target=print)
+    threading._start_new_thread(thread._bootstrap, ())  # as if start() had been broken off: it is in no list
+    while thread.ident is None:
+        pass
+    raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+app._run = half_made
+app.main()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "a process that reads images has died" in ran.stderr
+    assert ran.stderr.count("Traceback") == 1
+    assert "ValueError: a mistake" in ran.stderr

@@ -165,12 +165,12 @@ def ready(folder: Path) -> Inputs:
 
 def warm_up(inputs: Inputs) -> None:
     """Let every command refuse something: the rest of rich, timm and the commands is then imported."""
-    given, interrupted = sys.argv, signal.getsignal(signal.SIGINT)
+    given, interrupted, unraisable = sys.argv, signal.getsignal(signal.SIGINT), sys.unraisablehook
     for words, _ in commands():
         sys.argv = ["diffrate", *words, *inputs.arguments(words), "--no-such-flag"]
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit):
             main()
-    sys.argv = given
+    sys.argv, sys.unraisablehook = given, unraisable
     signal.signal(signal.SIGINT, interrupted)
 
 

@@ -37,6 +37,8 @@ from diffrate.models import first_line
 
 # Torch's words, in a plain RuntimeError, where a worker of a loader is gone.
 DEAD_WORKER = "DataLoader worker"
+# What is left of a loader that was half made when a process of its died: torch puts it away, a thread finds no start.
+HALF_MADE = ("_MultiProcessingDataLoaderIter.__del__", "Thread._bootstrap")
 INTERRUPTED = 130  # the exit code, as shells have it
 
 app = typer.Typer(
@@ -85,6 +87,7 @@ def main() -> None:
     """Run the command line; a mistake of the user ends in one sentence and exit code 2."""
     warnings.showwarning = _show_warning
     sys.excepthook = _show_uncaught
+    sys.unraisablehook = _show_unraisable
     _end_when_interrupted_twice()
     answer_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show is no reason to end
@@ -154,6 +157,12 @@ def _show_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
     """
     if not isinstance(error, ConnectionError) or threading.current_thread() is threading.main_thread():
         sys.__excepthook__(kind, error, trace)
+
+
+def _show_unraisable(what: sys.UnraisableHookArgs) -> None:
+    """Of what was raised where nobody can catch it, all but what a dead process leaves beside its sentence."""
+    if getattr(what.object, "__qualname__", None) not in HALF_MADE:
+        sys.__unraisablehook__(what)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
