@@ -37,8 +37,6 @@ from diffrate.models import first_line
 
 # Torch's words, in a plain RuntimeError, where a worker of a loader is gone.
 DEAD_WORKER = "DataLoader worker"
-# What is left of a loader that was half made when a process of its died: torch puts it away, a thread finds no start.
-HALF_MADE = ("_MultiProcessingDataLoaderIter.__del__", "Thread._bootstrap")
 INTERRUPTED = 130  # the exit code, as shells have it
 
 app = typer.Typer(
@@ -103,7 +101,7 @@ def main() -> None:
         _refuse(f"the system refused{about}: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
         if DEAD_WORKER in str(error):
-            _refuse(
+            _refuse_at_once(
                 f"a process that reads images has died ({first_line(error)}), perhaps for lack of memory: try fewer "
                 "--workers; a search or training goes on with --resume"
             )
@@ -150,6 +148,14 @@ def _refuse(sentence: str) -> NoReturn:
     sys.exit(REFUSED)
 
 
+def _refuse_at_once(sentence: str) -> NoReturn:
+    """Refuse, and end as this stands: torch breaks a loader off wherever it was, and then may wait for it for ever."""
+    say(sentence)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(REFUSED)
+
+
 def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Of what nobody caught, all but a thread that hands images over to a process which is gone.
 
@@ -160,8 +166,8 @@ def _show_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _show_unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Of what was raised where nobody can catch it, all but what a dead process leaves beside its sentence."""
-    if getattr(what.object, "__qualname__", None) not in HALF_MADE:
+    """Of what was raised where nobody can catch it, all but a thread whose start was broken off by a dead process."""
+    if getattr(what.object, "__qualname__", None) != "Thread._bootstrap":
         sys.__unraisablehook__(what)
 
 
