@@ -92,6 +92,24 @@ def test_compress_writes_what_it_knows(diffrate_cli: Cli, tiny_vit: nn.Module, t
     assert diffrate.Schedule.load(tmp_path / "again.json") == schedule
 
 
+def test_one_flag_has_the_papers_operator_or_the_fast_recipes(diffrate_cli: Cli, tmp_path: Path) -> None:
+    output = tmp_path / "schedule.json"
+
+    def written(*flags: object) -> diffrate.Operator:
+        ran = diffrate_cli("compress", *TINY_FLAGS, *flags, "-o", output)
+        assert ran.code == 0, ran.err
+        return diffrate.Schedule.load(output).operator
+
+    plain = written("--merge", "17,12,8,3")
+    fast = written("--schedule", output, "--operator", "fast")
+    assert fast == plain.changed(operation="merge", mean="attention", choice="cost", keep_norm=True)
+    assert written("--schedule", output, "--operator", "paper") == plain
+    partly = written("--schedule", output, "--operator", "fast", "--merge-mean", "size", "--no-keep-norm")
+    assert partly == fast.changed(mean="size", keep_norm=False)
+    wrong = diffrate_cli("compress", *TINY_FLAGS, "--schedule", output, "--operator", "tome", "-o", output)
+    check_refused(wrong, "operator must be one of paper, fast, not 'tome'")
+
+
 def test_compress_from_one_list(diffrate_cli: Cli, tmp_path: Path) -> None:
     output = tmp_path / "schedule.json"
     assert diffrate_cli("compress", *TINY_FLAGS, "--merge", "17,12,8,3", "-o", output).code == 0

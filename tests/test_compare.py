@@ -6,24 +6,23 @@ import csv
 import functools
 import io
 import json
-from collections.abc import Callable
-from pathlib import Path
+import math
 
 import pytest
 import timm
 import torch
-from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import diffrate
-from conftest import Ran, check_refused, random_vit, write_image
-from diffrate.compare import as_csv, compare, markdown, operators, table
+from conftest import random_vit
+from diffrate.compare import Compared, Row, as_csv, compare, markdown, operators, table
 from diffrate.errors import DiffRateError
-from diffrate.evaluate import compare_evaluations, evaluate
-from diffrate.methods import METHODS, build
+from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate
+from diffrate.methods import METHODS, build, to_train
 from diffrate.methods.by_image import spread_images
 from diffrate.methods.policy import PolicyModel
+from diffrate.plots import accuracy_figure
 from diffrate.searching import fast
 from diffrate.speed import Entrant, Speed, time_rows
 from diffrate.speed import compared as speeds_of
@@ -115,6 +114,82 @@ def test_schedules_set_the_budgets_when_none_is_given(model: nn.Module, loader) 
         untimed(model, loader, ["tome"], [0.9 * cost], schedules={"mine": schedule})
 
 
+def test_schedules_of_one_name_have_a_row_at_each_budget(model: nn.Module, loader) -> None:
+    loose, tight = (build("constant-rate", model, s * diffrate.gmacs(model)).schedule for s in (0.8, 0.5))
+    compared = untimed(model, loader, ["tome"], schedules={"mine": [tight, loose]})
+    assert [row.method for row in compared.rows] == ["mine", "tome"] * 2
+    assert [row.settings["schedule"]["merge"] for row in compared.rows[::2]] == [
+        list(loose.merge),
+        list(tight.merge),
+    ]
+    with pytest.raises(DiffRateError, match=r"two of the name mine meet the budget of 0\.\d+ GMACs"):
+        untimed(model, loader, ["tome"], schedules={"mine": [tight, tight]})
+
+
+def test_tuned_models_stand_beside_untouched_ones_of_their_method(model: nn.Module, loader) -> None:
+    tuned = build("tome", random_vit(depth=6), 0.6 * diffrate.gmacs(model))
+    nn.init.zeros_(tuned.original.head.weight)
+    assert isinstance(tuned, PolicyModel)
+    compared = untimed(model, loader, ["tome"], "60%", trained={"tome, tuned": tuned})
+    assert [row.method for row in compared.rows] == ["tome, tuned", "tome"]
+    assert compared.rows[0].evaluation.loss == pytest.approx(math.log(7), abs=0.2)
+    with pytest.raises(DiffRateError, match="no two of them one name"):
+        untimed(model, loader, ["tome"], "60%", trained={"tome": tuned})
+
+
+def test_a_tuned_model_that_decides_image_by_image_is_compared_at_its_mean_cost(
+    model: nn.Module, loader
+) -> None:
+    budget = 0.6 * diffrate.gmacs(model)
+    tuned = to_train("ats", random_vit(depth=6), budget, spread_images(loader))
+    assert diffrate.gmacs(tuned) > 1.01 * budget  # what an image may cost at most, beyond the tolerance
+    compared = untimed(model, loader, ["tome"], [budget], trained={"ats, tuned": tuned})
+    assert [row.method for row in compared.rows] == ["ats, tuned", "tome"]
+    (alone,) = untimed(model, loader, [], trained={"ats, tuned": tuned}).rows
+    assert alone.budget == pytest.approx(alone.gmacs)
+    assert alone.gmacs == pytest.approx(budget, rel=0.02)
+
+
+def test_the_plot_has_accuracy_against_cost_and_speed(
+    model: nn.Module, loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffrate.compare.time_rows", functools.partial(time_rows, repeats=1))
+    methods = [name for name in SEARCH_FREE if name != "ats"]
+    schedules = {
+        f"schedule {i}": build("random", model, 0.6 * diffrate.gmacs(model)).schedule for i in range(2)
+    }
+    compared = compare(model, loader, methods, "80%,60%", schedules, batch_size=2)
+    figure = accuracy_figure(compared.to_dict(), "a title")
+    assert figure.get_suptitle() == "a title"
+    cost, speed = figure.axes
+    assert (cost.get_xlabel().split(",")[0], speed.get_xlabel()) == ("GMACs", "images per second")
+    names = list(dict.fromkeys(row.method for row in compared.rows))
+    assert len(names) > 10
+    lines, aside = {axes: axes.containers for axes in (cost, speed)}, set()
+    for axes, drawn in lines.items():
+        assert [each.get_label() for each in drawn] == names
+        looks = {(each.lines[0].get_color(), each.lines[0].get_marker()) for each in drawn}
+        assert len(looks) == len(names)
+        for name, each in zip(names, drawn, strict=True):
+            rows = [row for row in compared.rows if row.method == name]
+            x, y = each.lines[0].get_data()
+            assert list(y) == [row.evaluation.top1 for row in rows]
+            if axes is cost:  # set aside a little, each by as much as no other
+                assert list(x) == pytest.approx([row.gmacs for row in rows], rel=0.05)
+                aside.add(round(x[0] - rows[0].gmacs, 9))
+            else:
+                assert list(x) == [row.speed.images_per_second for row in rows]
+            ends = [segment[:, 1].tolist() for segment in each.lines[2][0].get_segments()]
+            intervals = [row.to_whole.top1_interval for row in rows]
+            assert ends == [pytest.approx([compared.whole.top1 + end for end in both]) for both in intervals]
+    assert len(aside) == len(names)
+    first, *others = (each.lines[0].get_linewidth() for each in lines[cost])
+    assert first > max(others)
+    assert (
+        len({line.get_marker() for drawn in lines.values() for line in (each.lines[0] for each in drawn)}) > 1
+    )
+
+
 def test_adaptive_cost_is_the_mean_over_the_evaluated_images(model: nn.Module, loader) -> None:
     budget = 0.6 * diffrate.gmacs(model)
     (row,) = untimed(model, loader, ["ats"], [budget]).rows
@@ -180,6 +255,32 @@ def test_tables_hold_the_numbers(model: nn.Module, loader) -> None:
     assert next(csv.DictReader(io.StringIO(as_csv(bare))))["ms"] == ""
 
 
+def test_cells_of_a_table_are_the_differences_and_intervals_of_their_columns() -> None:
+    """Numbers that no two columns share."""
+
+    def evaluation(top1: float) -> Evaluation:
+        nothing = torch.zeros(0)
+        return Evaluation(top1, 99.0, 0.7, 400, 50.0, nothing, nothing, nothing, nothing)
+
+    def comparison(points: float, loss: float, p: float) -> Comparison:
+        return Comparison(
+            points, 0.11, loss, 0.012, 5, 9, 30, 400, (points - 2, points + 3), (loss - 0.2, loss + 0.3), p
+        )
+
+    to_whole = comparison(-1.25, 0.456, 0.031), comparison(-4.5, 0.789, 0.0022)
+    first = Row("evit", 0.61, 0.6012, evaluation(81.5), to_whole[0], None, {})
+    other = Row(
+        "tome", 0.61, 0.5987, evaluation(78.25), to_whole[1], comparison(-3.25, 0.333, 0.47), {}, "a note"
+    )
+    columns, cells = table(Compared(evaluation(82.75), 1.2346, [first, other], []))
+    assert columns[2:] == ["GMACs", "top-1 %", "points to whole", "loss rise", "points to first", "p"]
+    assert cells[0] == ["", "uncompressed", "1.235", "82.75", "", "", "", ""]
+    points, loss = "-1.25 [-3.25, +1.75]", "+0.456 [+0.256, +0.756]"
+    assert cells[1] == ["0.61", "evit", "0.601", "81.50", points, loss, "", ""]
+    points, loss, to_first = "-4.50 [-6.50, -1.50]", "+0.789 [+0.589, +1.089]", "-3.25 [-5.25, -0.25]"
+    assert cells[2] == ["0.61", "tome (a note)", "0.599", "78.25", points, loss, to_first, "0.47"]
+
+
 def test_schedules_under_several_operators_are_said_to_be(model: nn.Module, loader) -> None:
     compared = untimed(model, loader, ["random", "constant-rate", "tome"], "70%,50%")
     words = fast.OPERATOR.in_words()
@@ -228,64 +329,3 @@ def test_every_method_is_timed(model: nn.Module, name: str, monkeypatch: pytest.
     assert row.speed is not None
     assert (row.speed.batch_size, row.speed.dtype) == (4, "bfloat16")
     assert row.speed.of_uncompressed > 0
-
-
-def test_command(diffrate_cli: Callable[..., Ran], eval_flags: list[object], tmp_path: Path) -> None:
-    kept = tmp_path / "mine.json"
-    diffrate.Schedule((17, 12, 8, 5), (17, 12, 8, 5)).save(kept)
-    flags = ["compare", *eval_flags[1:], "--schedule", kept, "--methods", "tome,random"]
-    ran = diffrate_cli(*flags, "--output", tmp_path / "out", "--json", tmp_path / "again.json")
-    assert ran.code == 0, ran.err
-    assert [line.split()[1] for line in ran.out.splitlines()[2:5]] == ["mine", "tome", "random"]
-    assert "12 images on cpu; speed: eager, float32, 5 images a batch" in ran.out
-    assert ran.out.splitlines()[0].endswith("images/s  x whole")
-    saved = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
-    assert [row["method"] for row in saved["rows"]] == ["mine", "tome", "random"]
-    assert saved["rows"][0]["settings"]["schedule"]["merge"] == [17, 12, 8, 5]
-    assert saved == json.loads((tmp_path / "again.json").read_text())["results"]
-    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 6
-    assert (tmp_path / "out" / "table.csv").read_text().count("\n") == 5
-    with Image.open(tmp_path / "out" / "plot.png") as picture:
-        assert picture.width > 1000
-
-
-def test_command_searches(
-    diffrate_cli: Callable[..., Ran],
-    eval_flags: list[object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    quick = functools.partial(diffrate.search, steps=2, batch_size=4, checks=1, held_out=0.2)
-    monkeypatch.setattr("diffrate.methods.search", quick)
-    for i in range(20):
-        write_image(tmp_path / "search" / f"{i:02d}.png", seed=i)
-    flags = ["compare", *eval_flags[1:], "--methods", "search,evit", "--budget", "70%"]
-    check_refused(diffrate_cli(*flags), "the method search needs --search-dir")
-    ran = diffrate_cli(*flags, "--search-dir", tmp_path / "search", "--no-speed")
-    assert ran.code == 0, ran.err
-    assert "images/s" not in ran.out
-    assert not ran.err
-    assert [line.split()[1] for line in ran.out.splitlines()[2:4]] == ["search", "evit"]
-
-
-def test_list_of_methods(diffrate_cli: Callable[..., Ran], tmp_path: Path) -> None:
-    ran = diffrate_cli("methods", "--json", tmp_path / "methods.json")
-    assert ran.code == 0
-    assert [line.split()[0] for line in ran.out.splitlines()[1:]] == list(METHODS)
-    listed = json.loads((tmp_path / "methods.json").read_text())["results"]["methods"]
-    assert all(method["what"] for method in listed)
-    departs = {method["name"]: method["departs"] for method in listed}
-    known = {
-        "evit": "keep rate from the start",
-        "tome": "proportional in every model",
-        "tome-decreasing": "running sum is rounded",
-        "atm": "in every block",
-        "ats": "charges attention for all tokens",
-        "evo-vit": "the paper always trains",
-    }
-    for name, words in known.items():
-        assert words in departs[name]
-        assert departs[name] in ran.out
-    check_refused(
-        diffrate_cli("compare", "--model", "vit_tiny_patch16_224", "--methods", "tome"), "give --data-dir"
-    )

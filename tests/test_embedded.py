@@ -3,17 +3,22 @@
 import gzip
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from timm.data import resolve_model_data_config
 
 from diffrate import embedded
+from diffrate.cli import options, train
 from diffrate.cli.train import DROP_PATH
+from diffrate.data import build_loader, search_datasets
 from diffrate.embedded.build import DEBIAN, HELD_OUT, balanced, read_fashion_mnist, read_idx, training_sets
 from diffrate.errors import DiffRateError
+from diffrate.methods.by_image import MEASURED_ON
 from diffrate.training import EMBEDDED, accuracy
 
 needs_source = pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
@@ -32,6 +37,45 @@ def test_splits_are_balanced(split: str) -> None:
 def test_no_image_is_there_twice() -> None:
     images = torch.cat([embedded.images(split)[0] for split in embedded.SPLITS])
     assert len({image.numpy().tobytes() for image in images}) == 3_000
+
+
+def test_the_images_are_a_dataset_of_pictures_too() -> None:
+    model = embedded.model()
+    learned = next(iter(search_datasets(model, dataset="embedded")[1]))  # plain, and without its label
+    images, labels = embedded.images("search")
+    torch.testing.assert_close(learned[0], embedded.normalise(images[0, None]))
+    assert learned[1] == -1
+    tested, its_labels = next(iter(build_loader(model, dataset="embedded", batch_size=7, workers=0)))
+    images, labels = embedded.images("test")
+    torch.testing.assert_close(tested, embedded.normalise(images[:7, None]))
+    assert torch.equal(its_labels, labels[:7])
+    colours = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=12, num_classes=10
+    )
+    assert next(iter(build_loader(colours, dataset="embedded", batch_size=2, workers=0)))[0].shape == (
+        2,
+        3,
+        32,
+        32,
+    )
+    for wrong in ({"data_dir": "somewhere"}, {"class_map": "classes.txt"}, {"split": ""}):
+        with pytest.raises(DiffRateError, match="embedded"):
+            build_loader(model, dataset="embedded", **wrong)
+
+
+def test_the_images_that_ship_are_those_of_the_model_that_ships_alone() -> None:
+    assert options.dataset_for("embedded", "", None) == "embedded"
+    assert options.dataset_for("embedded", "", Path("images")) == ""
+    assert options.dataset_for("embedded", "torch/x", None) == "torch/x"
+    assert options.dataset_for("vit_tiny_patch16_224", "", None) == ""
+
+
+def test_some_images_are_spread_over_a_set() -> None:
+    data = [(torch.tensor(float(i)), 0) for i in range(1001)]
+    some = train._some(data)
+    assert (len(some), some[0], some[-1]) == (MEASURED_ON, 0, 1000)
+    assert len(some.unique()) == MEASURED_ON
+    assert len(train._some(data[:3])) == 3
 
 
 def test_dataset_is_normalised() -> None:

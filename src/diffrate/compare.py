@@ -13,7 +13,7 @@ import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,10 @@ from diffrate.methods.fit import TOLERANCE, off_budget
 from diffrate.operator import Operator
 from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
-from diffrate.searching.budget import parse_budgets
+from diffrate.searching.budget import parse_gmacs
 from diffrate.speed import DTYPES, UNCOMPRESSED, Entrant, Speed, time_rows
 
+AT_ONCE = 64  # images, while costs are measured
 NUMBERS = ("top1", "top5", "loss", "images")
 SPEEDS = ("images_per_second", "of_uncompressed", "ms", "spread_ms")
 
@@ -91,9 +92,9 @@ def compare(
     loader: Iterable[Any],
     methods: Sequence[str] = (),
     budgets: str | Sequence[float] = (),
-    schedules: Mapping[str, Schedule] | None = None,
+    schedules: Mapping[str, Schedule | Sequence[Schedule]] | None = None,
     *,
-    trained: Mapping[str, CompressedModel] | None = None,
+    trained: Mapping[str, CompressedModel | Sequence[CompressedModel]] | None = None,
     search_data: Any = None,
     device: str | torch.device = "cpu",
     amp: bool = False,
@@ -108,29 +109,33 @@ def compare(
     loader     batches of images and labels; it is read twice where a method measures its own cost.
     methods    names from `diffrate methods`; each row is compared with the first one.
     budgets    GMACs, or text such as "0.8G,60%"; without any, the costs of the schedules.
-    schedules  further rows: a name and a schedule each. They come before the methods of the budget that they meet.
+    schedules  further rows: a name and a schedule each, or one for each of some budgets. They come before the methods
+               of the budget that they meet.
     trained    the same with models that have weights of their own, such as methods.trained.read_trained returns.
     speed      also time every row, with `batch_size` images spread over the set; with amp, all in that type.
     """
     whole = gmacs(model)
-    given = {name: compress(model, schedule) for name, schedule in (schedules or {}).items()}
-    given |= trained or {}
-    wanted = _budgets(budgets, whole, [gmacs(each) for each in given.values()])
     for name in methods:
         if name not in METHODS:
             raise DiffRateError(f"there is no method {name!r}: `diffrate methods` lists {', '.join(METHODS)}")
-    together = len(schedules or {}) + len(trained or {})
-    if len(set(methods)) < len(methods) or set(methods) & set(given) or len(given) < together:
-        raise DiffRateError("give each method and schedule once")
+    names = [*methods, *(schedules or {}), *(trained or {})]
+    if len(set(names)) < len(names):
+        raise DiffRateError("give each method and schedule once, and no two of them one name")
     model.to(torch.device(device))
-    images = spread_images(loader).to(torch.device(device)) if "ats" in methods else None
+    given = [(name, compress(model, each)) for name, each in _one_by_one(schedules)] + _one_by_one(trained)
+    images = None
+    if "ats" in methods or any(decides_by_image(each) for _, each in given):
+        images = spread_images(loader).to(torch.device(device))
+    costs = [_cost(each, images) for _, each in given]
+    wanted = _budgets(budgets, whole, costs)
     built: dict[tuple[str, float], nn.Module] = {}
     left_out: list[str] = []
-    for name, each in given.items():
-        cost = gmacs(each)
+    for (name, each), cost in zip(given, costs, strict=True):
         nearest = min(wanted, key=lambda budget: abs(budget - cost))
         if abs(cost - nearest) > TOLERANCE * nearest:
             raise DiffRateError(f"{name} costs {cost:.4g} GMACs, which is none of the budgets")
+        if (name, nearest) in built:
+            raise DiffRateError(f"two of the name {name} meet the budget of {nearest:.4g} GMACs")
         built[name, nearest] = each
     for budget in wanted:
         for name in methods:
@@ -227,10 +232,29 @@ def _speeds(
     return {speed.name: speed for speed in timed}
 
 
+def _cost(model: CompressedModel, images: Tensor | None) -> float:
+    """GMACs of a model that is given; of one that decides image by image, the mean over these images."""
+    if images is None or not decides_by_image(model):
+        return gmacs(model)
+    meter = ImageCosts(model.to(images.device))
+    with torch.inference_mode():
+        for part in images.split(AT_ONCE):
+            meter.add(part)
+    return meter.mean()
+
+
+T = TypeVar("T", Schedule, CompressedModel)
+
+
+def _one_by_one(given: Mapping[str, T | Sequence[T]] | None) -> list[tuple[str, T]]:
+    found = ((name, each if isinstance(each, Sequence) else [each]) for name, each in (given or {}).items())
+    return [(name, one) for name, several in found for one in several]
+
+
 def _budgets(budgets: str | Sequence[float], whole: float, costs: Sequence[float]) -> list[float]:
     """Budgets in falling order; without any, those of the schedules, of which nearly equal ones count once."""
     if isinstance(budgets, str):
-        return [budget.leading for budget in parse_budgets(budgets, {"gmacs": whole})]
+        return parse_gmacs(budgets, whole)
     if budgets:
         return sorted(set(budgets), reverse=True)
     if not costs:

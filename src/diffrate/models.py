@@ -16,6 +16,7 @@ import timm
 from timm.models import load_checkpoint
 from torch import nn
 
+from diffrate import embedded
 from diffrate.errors import DiffRateError, shown
 from diffrate.libraries import create, split_name
 
@@ -31,7 +32,7 @@ def load_model(
     img_size: int | tuple[int, int] | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model in eval mode, by timm's name or as library:name.
+    """A model in eval mode, by timm's name or as library:name; "embedded" is the one that ships with its weights.
 
     `checkpoint` (safetensors or torch weights) wins over `pretrained`.
     """
@@ -64,12 +65,17 @@ def _create(
     img_size: int | tuple[int, int] | None,
     model_kwargs: dict[str, Any],
 ) -> nn.Module:
+    ships = name == embedded.NAME
+    if ships and (num_classes is not None or img_size is not None):
+        raise DiffRateError("the embedded model has ten classes and images of 28 pixels, and no others")
     library, own_name = split_name(name)
-    if library == "timm" and ":" not in name and not timm.is_model(name):
+    if library == "timm" and ":" not in name and not ships and not timm.is_model(name):
         near = timm.list_models(f"*{name.split('.')[0]}*")[:3]
         hint = f"; near to it are {', '.join(near)}" if near else ""
         raise DiffRateError(f"timm knows no model {name!r}{hint}")
     try:
+        if ships:
+            return embedded.model(pretrained=True, **model_kwargs)
         if library != "timm":
             size = (img_size, img_size) if isinstance(img_size, int) else img_size
             return create(library, own_name, pretrained, num_classes, size, model_kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from diffrate.schedule import write_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from diffrate.compare import Compared, Row
     from diffrate.costs.gemmini import Design, Workload
     from diffrate.schedule import Schedule
     from diffrate.searching.budget import Budget
@@ -76,39 +76,58 @@ def speed_plot(rows: list[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def accuracy_plot(compared: Compared, path: Path) -> None:
-    """Top-1 against GMACs, a line a method with 95 % intervals of the difference, and against speed where timed."""
+MARKERS = "osD^vP"  # one for each round of the ten colours
+
+
+def accuracy_plot(results: Mapping[str, Any], path: Path, title: str = "") -> None:
+    """Top-1 against GMACs, a line a method with 95 % intervals of the difference, and against speed where timed.
+
+    results  as `Compared.to_dict` has them, and a file of results.
+    """
+    _save(accuracy_figure(results, title), path)
+
+
+def accuracy_figure(results: Mapping[str, Any], title: str = "") -> Figure:
     from matplotlib.figure import Figure
 
-    def place(of: Compared | Row, by_cost: bool) -> float:
-        return of.gmacs if by_cost or of.speed is None else of.speed.images_per_second
-
-    whole, timed = compared.whole, compared.speed is not None
-    figure = Figure(figsize=(12 if timed else 6.5, 4.5), layout="constrained")
+    whole, rows = results["uncompressed"], results["rows"]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    closest = min(row["gmacs"] for row in rows) / 150  # between two methods at one budget
+    timed = whole.get("speed") is not None
+    figure = Figure(figsize=(13 if timed else 7.5, 5), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
     panels = figure.subplots(1, 1 + timed, squeeze=False)[0]
     for axes, x in zip(panels, ("GMACs", "images per second"), strict=False):
         by_cost = x == "GMACs"
-        for method in dict.fromkeys(row.method for row in compared.rows):
-            rows = [row for row in compared.rows if row.method == method]
-            at = [place(row, by_cost) for row in rows]
-            top1 = [row.evaluation.top1 for row in rows]
-            low = [row.to_whole.top1_difference - row.to_whole.top1_interval[0] for row in rows]
-            high = [row.to_whole.top1_interval[1] - row.to_whole.top1_difference for row in rows]
-            spread = [[max(0.0, end) for end in ends] for ends in (low, high)]
+        for i, method in enumerate(methods):
+            its = [row for row in rows if row["method"] == method]
+            # Side by side, where all have the same cost: intervals would hide each other.
+            aside = (i - (len(methods) - 1) / 2) * closest if by_cost else 0.0
+            at = [_place(row, by_cost) + aside for row in its]
+            differences = [(row["to_uncompressed"], row["to_uncompressed"]["top1_interval"]) for row in its]
+            low = [each["top1_difference"] - ends[0] for each, ends in differences]
+            high = [ends[1] - each["top1_difference"] for each, ends in differences]
             axes.errorbar(
-                at, top1, yerr=spread, marker="o", markersize=4, capsize=3, linewidth=1, label=method
+                at,
+                [row["top1"] for row in its],
+                yerr=[[max(0.0, end) for end in ends] for ends in (low, high)],
+                color=f"C{i % 10}",
+                marker=MARKERS[i // 10 % len(MARKERS)],
+                markersize=4 if i else 6,
+                linewidth=1 if i else 2.5,  # the first is what others are held against
+                elinewidth=0.5,
+                capsize=2,
+                label=method,
             )
-        axes.plot(
-            place(compared, by_cost),
-            whole.top1,
-            "k*",
-            markersize=11,
-            label="uncompressed",
-        )
-        axes.axhline(whole.top1, color="black", linewidth=0.5, linestyle=":")
-        axes.set(xlabel=x, ylabel="top-1 %")
-    panels[0].legend(fontsize=8)
-    _save(figure, path)
+        axes.plot(_place(whole, by_cost), whole["top1"], "k*", markersize=11, label="uncompressed")
+        axes.axhline(whole["top1"], color="black", linewidth=0.5, linestyle=":")
+        axes.set(xlabel=x + (", methods of one budget set side by side" if by_cost else ""), ylabel="top-1 %")
+    panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _place(of: Mapping[str, Any], by_cost: bool) -> float:
+    return float(of["gmacs"] if by_cost else of["speed"]["images_per_second"])
 
 
 def design_plot(workload: Workload, schedule: Schedule, chosen: Design, target: Budget, path: Path) -> None:

@@ -31,7 +31,11 @@ def test_wrong_and_extreme_values(inputs: Inputs, tmp_path: Path) -> None:
     ("command", "flags", "sentence"),
     [
         ("eval", ["--batch-size", "9" * 30], "1048576"),
-        ("eval", ["--dataset", "imagnet"], "a dataset is named hfds/…, wds/… or torch/…, unlike 'imagnet'"),
+        (
+            "eval",
+            ["--dataset", "imagnet"],
+            "a dataset is named hfds/…, wds/…, torch/… or embedded, unlike 'imagnet'",
+        ),
         ("eval", ["--split", ""], "has no split ''"),
         ("eval", ["--amp-dtype", "int8"], "amp dtype must be one of float16, bfloat16"),
         ("compare", ["--seed", "9" * 30], "--seed"),

@@ -63,6 +63,18 @@ def test_a_padded_batch_gives_the_logits_of_each_image_alone(model: nn.Module) -
     assert diffrate.gmacs(fast) > max(alone)  # all 40 samples different: the most that an image can cost
 
 
+def test_of_twelve_blocks_the_fourth_is_the_first_to_sample() -> None:
+    model = random_vit(depth=12, embed_dim=16)
+    policy = AdaptiveSampling(backbone_of(model).layout, 30)
+    assert (policy.first, policy.kept) == (3, (65,) * 3 + (31,) * 9)
+    counts: list[list[int]] = []
+    images = torch.randn(2, 3, 32, 32)
+    slow_logits(model, images, ats_rule(30, 3, counts), proportional=False)
+    with torch.no_grad():
+        assert PolicyModel(model, policy).image_counts(images).tolist() == counts
+    assert all(row[2] == 65 and row[3] <= 31 for row in counts)
+
+
 def test_uniform_scores_pick_evenly_and_a_peak_takes_most_samples() -> None:
     # Quantiles 1/8, 3/8, 5/8, 7/8 of running sums 1/8 … 8/8 are met exactly by every second token.
     assert sample(torch.full((1, 8), 1 / 8), 4).tolist() == [[True, False] * 4]

@@ -14,7 +14,7 @@ import diffrate
 from conftest import random_vit
 from diffrate.backbones import backbone_of
 from diffrate.errors import DiffRateError
-from diffrate.methods.evit import EViT, keep_and_fuse
+from diffrate.methods.evit import EViT, keep_and_fuse, stages_of
 from diffrate.methods.policy import PolicyModel
 from diffrate.tokens import start
 
@@ -50,6 +50,11 @@ def test_counts_at_blocks_4_7_and_10() -> None:
     # 196 image tokens: ceil(0.7 x 196) = 138 and the fused one make 139, then ceil(97.3) + 1 = 99, then 70 + 1.
     assert EViT(layout, 0.7).kept == (197,) * 3 + (140,) * 3 + (100,) * 3 + (72,) * 3
     assert EViT(layout, 1.0).kept == (197,) * 12
+    assert [stages_of(backbone_of(random_vit(depth=depth)).layout) for depth in (1, 2, 3)] == [
+        (),
+        (1,),
+        (1, 2),
+    ]
 
 
 @pytest.mark.parametrize(("keep_rate", "gmacs"), [(0.5, 2.3), (0.7, 3.0)])

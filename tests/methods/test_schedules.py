@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +24,7 @@ from diffrate.methods.schedules import (
     stepwise,
 )
 from diffrate.operator import Operator
+from diffrate.schedule import Schedule
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "embedded": lambda: embedded.model(pretrained=False),
@@ -128,6 +131,38 @@ def test_many_random_schedules_are_those_of_their_seeds() -> None:
     for schedule in freed:
         assert schedule.merge[-1] == 2
         assert 0.99 * budget < diffrate.gmacs(model, schedule) <= budget
+
+
+@pytest.mark.parametrize("name", ["embedded", "mean of tokens", "registers"])
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_random_counts_are_even_draws_to_one_power_and_split_by_further_draws(
+    name: str, share: float
+) -> None:
+    model = MODELS[name]()
+    layout, budget = backbone_of(model).layout, share * diffrate.gmacs(model)
+    depth, prefix = layout.depth, layout.prefix
+    images = layout.tokens - prefix
+    for seed, schedule in enumerate(random_schedules(model, budget, range(20))):
+        even = random.Random(seed)
+        falls = depth - 1 if layout.compresses_last_block else depth - 2
+        drawn = sorted((even.random() for _ in range(falls)), reverse=True)
+        drawn = [1.0, *drawn, *drawn[-1:] * (depth - 1 - falls)]
+        # Powers between two ends make n of images x u^power, rounded; the last token stays whatever the power. One
+        # power is between them in every block.
+        low, high = 0.0, math.inf
+        for u, count in zip(drawn[1:], schedule.merge[1:], strict=True):
+            n = count - prefix
+            low = max(low, math.log((n + 0.5) / images) / math.log(u))
+            high = min(high, math.log((n - 0.5) / images) / math.log(u)) if n > 1 else high
+        assert 0 < low <= high
+        # It is the lowest that meets the budget: below it, one count is higher.
+        dearer = [max(1, round(images * u ** (low * (1 - 1e-9)))) + prefix for u in drawn]
+        assert sum(dearer) > sum(schedule.merge)
+        assert diffrate.gmacs(model, Schedule(dearer, dearer, prefix)) > budget
+        merged = [even.random() for _ in range(depth)]
+        before = [layout.tokens, *schedule.merge[:-1]]
+        for i, (b, p, n) in enumerate(zip(before, schedule.prune, schedule.merge, strict=True)):
+            assert p - n == pytest.approx(merged[i] * (b - n), abs=0.5)
 
 
 def test_random_schedules_differ_by_seed() -> None:

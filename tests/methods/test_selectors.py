@@ -143,6 +143,84 @@ def test_masks_of_what_inference_drops_give_its_logits(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_draws_are_0_or_1_and_keep_as_often_as_selectors_say(kind: type[SelectingModel]) -> None:
+    fast = kind(random_vit(depth=4), 0.6)
+    torch.manual_seed(0)
+    stay = torch.tensor([0.02, 0.3, 0.5, 0.9])
+    log_probability = torch.stack([stay, 1 - stay], dim=-1).log().expand(20_000, 4, 2)
+    drawn = fast.draw(0, log_probability, torch.ones(20_000, 4))
+    torch.testing.assert_close(drawn, (drawn > 0.5).float(), rtol=0, atol=1e-6)
+    assert drawn.mean(dim=0).tolist() == pytest.approx(stay.tolist(), abs=0.015)  # four standard errors
+
+
+@pytest.mark.parametrize(("odds", "mean"), [(1, 1 / 6), (9, 9 * (10 * math.log(9) - 16) / 512)])
+def test_the_gradient_of_a_draw_is_that_of_a_soft_one_at_temperature_one(odds: int, mean: float) -> None:
+    """The soft draw of two is s = sigmoid(log odds + z) with z logistic, and its derivative s (1 - s).
+
+    For odds a to one that has the mean a ((a + 1) log a - 2 (a - 1)) / (a - 1)^3: of z = log(u / (1 - u)), u from 0 to
+    1. At even odds s itself is u.
+    """
+    fast = DynamicViT(random_vit(depth=4), 0.6)
+    torch.manual_seed(0)
+    probability = torch.tensor([odds / (odds + 1), 1 / (odds + 1)])
+    log_probability = probability.log().repeat(20_000, 1, 1).requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        fast.draw(0, log_probability, torch.ones(20_000, 1)).sum(), log_probability
+    )
+    assert gradient[..., 0].mean().item() == pytest.approx(mean, abs=0.0025)  # more than four standard errors
+    torch.testing.assert_close(gradient[..., 1], -gradient[..., 0])
+
+
+def with_a_label_in_one_token(count: int) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """A model of four classes, images, labels, and which of its 64 tokens has an image's label: (count,) all three.
+
+    A token is a pixel of 16 features. The label is one of the first four, and the others' features are noise. Only in
+    the last block does the class token look at them, at all of them alike.
+    """
+    shape = {"img_size": 8, "patch_size": 1, "in_chans": 16, "embed_dim": 16, "depth": 4, "num_heads": 2}
+    model: Any = timm.create_model("vit_tiny_patch16_224", num_classes=4, **shape)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.zeros_(parameter)
+    same = torch.eye(16)
+    with torch.no_grad():
+        model.patch_embed.proj.weight.copy_(same[:, :, None, None])
+        model.cls_token[..., 15] = 10  # so long that the last norm does not undo what attention adds
+        model.blocks[3].attn.qkv.weight[32:] = same
+        model.blocks[3].attn.proj.weight.copy_(same)
+        model.head.weight.copy_(same[:4])
+    labels, where = torch.randint(4, (count,)), torch.randint(64, (count,))
+    pixels = torch.cat([torch.zeros(count, 64, 8), torch.randn(count, 64, 8)], dim=-1)
+    pixels[range(count), where] = 3 * same[labels]
+    return model, pixels.transpose(1, 2).unflatten(2, (8, 8)), labels, where
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cross_entropy_alone_wants_the_token_with_the_label_to_stay(
+    kind: type[SelectingModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for weight in ("KL", "FEATURES", "RATIO"):
+        monkeypatch.setattr(f"diffrate.methods.selection.{weight}", 0.0)
+    torch.manual_seed(0)
+    model, images, labels, where = with_a_label_in_one_token(128)
+    assert torch.equal(model(images).argmax(dim=1), labels)
+    fast = kind(model, 0.6).train()
+    said: list[Tensor] = []
+    for selector in fast.selectors:
+        selector.register_forward_hook(lambda _, __, log_probability: said.append(log_probability))
+    trial = fast(images)
+    objective = kind.objective(fast, Recipe(mixup=0, cutmix=0, smoothing=0), model)
+    gradients = torch.autograd.grad(objective.loss(trial, images, labels), said)
+    # Where it stayed: of what is dropped, SPViT's package has a part.
+    stayed = trial.alive[range(128), where] > 0.5
+    for gradient in gradients:
+        towards = -gradient[stayed, :64, 0]  # that a token stays
+        others = torch.ones_like(towards).scatter(1, where[stayed, None], 0.0) > 0
+        assert towards[~others].mean() > 1e-6
+        assert towards[others].mean() < -1e-7  # they take attention from it
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_reaches_selectors_and_a_step_moves_towards_the_ratio(
     kind: type[SelectingModel],
 ) -> None:

@@ -14,7 +14,16 @@ from diffrate.backbones import backbone_of
 from diffrate.costs import Costs, Design, GemminiCost, MacCost, Workload
 from diffrate.errors import DiffRateError
 from diffrate.isotonic import monotone
-from diffrate.searching.budget import Budget, Space, check_budget, log_cosh, parse_budgets, project, rounded
+from diffrate.searching.budget import (
+    Budget,
+    Space,
+    check_budget,
+    log_cosh,
+    parse_budgets,
+    parse_gmacs,
+    project,
+    rounded,
+)
 from diffrate.searching.starts import starts
 
 
@@ -130,6 +139,10 @@ def test_mixes_that_cannot_be_read(text, sentence):
 
 
 def test_milliseconds_need_a_cost_model():
+    assert parse_gmacs("50%,0.3G,75%", 0.8) == pytest.approx([0.6, 0.4, 0.3])
+    for text in ("2ms", "0.3G,5mJ"):
+        with pytest.raises(DiffRateError, match="here it is in MACs"):
+            parse_gmacs(text, 0.8)
     with pytest.raises(DiffRateError, match="--profile-table or --hardware"):
         parse_budgets("2ms", {"gmacs": 1.0})
 

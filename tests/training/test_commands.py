@@ -127,7 +127,7 @@ def test_from_scratch_there_is_no_teacher(folder: Path, diffrate_cli: Callable[.
     assert not (folder / "run").exists()
 
 
-@pytest.mark.parametrize("method", ["dynamicvit", "spvit", "evo-vit", "tome"])
+@pytest.mark.parametrize("method", ["dynamicvit", "spvit", "evo-vit", "tome", "ats"])
 def test_methods_are_tuned_evaluated_and_compared(
     folder: Path, diffrate_cli: Callable[..., Ran], method: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_methods_are_tuned_evaluated_and_compared(
         "compare", *TINY_FLAGS, *start, *data, "--trained", folder / "run", "--methods", "evit"
     )
     assert compared.code == 0, compared.err
-    assert re.search(rf"{method}\b.*{top1:.2f}", compared.out)
+    assert re.search(rf"{method}, tuned\b.*{top1:.2f}", compared.out)
     assert "evit" in compared.out
     again = diffrate_cli("finetune", *run, "--method", method, "--budget", "60%", "--resume")
     check_refused(again, "was started with another")

@@ -11,6 +11,7 @@ from diffrate.cli import options as o
 from diffrate.cli.output import note, save_json, show_table
 from diffrate.compare import as_csv, markdown, operators, speed_line, table
 from diffrate.compare import compare as run_compare
+from diffrate.compressed import CompressedModel
 from diffrate.data import build_loader, preprocessing, search_datasets
 from diffrate.devices import resolve_device
 from diffrate.errors import DiffRateError
@@ -19,7 +20,9 @@ from diffrate.methods.trained import name_of, read_trained
 from diffrate.models import load_model
 from diffrate.plots import accuracy_plot
 from diffrate.results import check_target
-from diffrate.schedule import write_text
+from diffrate.schedule import Schedule, write_text
+
+DRAWN = ("table.md", "table.csv", "plot.png")  # what --output gets beside results.json
 
 
 def methods(json: o.JsonFile = None) -> None:
@@ -69,13 +72,15 @@ def compare_command(
     schedule: Annotated[
         list[str] | None,
         typer.Option(
-            help="A schedule to add: a file, or published:GMACS; repeatable.", rich_help_panel=o.SCHEDULE
+            help="A schedule to add: [NAME=]FILE or [NAME=]published:GMACS; repeatable. Those of one name are one "
+            "line of the plot.",
+            rich_help_panel=o.SCHEDULE,
         ),
     ] = None,
     trained: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
-            help="A tuned model to add: a folder that `diffrate finetune` wrote; repeatable.",
+            help="A tuned model to add: [NAME=]FOLDER, which `diffrate finetune` wrote; repeatable.",
             rich_help_panel=o.SCHEDULE,
         ),
     ] = None,
@@ -115,24 +120,29 @@ def compare_command(
     Example: diffrate compare --model deit_tiny_patch16_224 --pretrained --data-dir DIR --methods evit,tome --budget 60%
     """
     targets = [json] if output is None else [json, output / "results.json"]
-    for target in targets:
+    for target in [*targets, *([] if output is None else [output / name for name in DRAWN])]:
         check_target(target)
     where = resolve_device(device)
     size = None if img_size is None else o.read_size(img_size)
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
-    given = {
-        text.removesuffix(".json").rsplit("/", 1)[-1]: o.read_schedule(text, whole, model)
-        for text in schedule or []
-    }
-    tuned = {}
-    for folder in trained or []:
+    o.note_random_weights(model, checkpoint, pretrained)
+    given: dict[str, list[Schedule]] = {}
+    for text in schedule or []:
+        name, file = _named(text)
+        own = file.removesuffix(".json").rsplit("/", 1)[-1]
+        given.setdefault(name or own, []).append(o.read_schedule(file, whole, model))
+    tuned: dict[str, list[CompressedModel]] = {}
+    for text in trained or []:
+        name, folder = _named(text)
         read = read_trained(folder, whole)
-        name = name_of(read, folder)
-        tuned[name if name not in tuned else str(folder)] = read
+        tuned.setdefault(name or name_of(read, folder), []).append(read)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     images: dict[str, Any] = {"img_size": size, "crop_pct": crop_pct, "mean": mean, "std": std}
     images["interpolation"] = interpolation
-    if "search" in names and search_dir is None:
+    to_search = o.dataset_for(model, "", search_dir)
+    dataset = o.dataset_for(model, dataset, data_dir)
+    same = bool(to_search) and dataset == to_search and split == "search"
+    if "search" in names and ((search_dir is None and not to_search) or same):
         raise DiffRateError("the method search needs --search-dir, images apart from those it is judged by")
     loader = build_loader(
         whole, data_dir, dataset, split, batch_size, workers, class_map=class_map, device=where, **images
@@ -144,7 +154,9 @@ def compare_command(
         budget or (),
         given,
         trained=tuned,
-        search_data=None if search_dir is None else search_datasets(whole, search_dir, **images),
+        search_data=search_datasets(whole, search_dir, to_search, **images)
+        if search_dir or to_search
+        else None,
         device=where,
         amp=amp,
         amp_dtype=amp_dtype,
@@ -160,6 +172,8 @@ def compare_command(
         "model": model,
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "preprocessing": preprocessing(whole, **images),
+        "schedules": schedule or [],
+        "trained": trained or [],
         "batch_size": batch_size,
         "amp": amp_dtype if amp else None,
         "seed": seed,
@@ -170,6 +184,14 @@ def compare_command(
     for target in targets:
         save_json(target, results, where)
     if output is not None:
-        write_text(output / "table.md", markdown(compared))
-        write_text(output / "table.csv", as_csv(compared))
-        accuracy_plot(compared, output / "plot.png")
+        table_file, csv_file, plot_file = (output / name for name in DRAWN)
+        write_text(table_file, markdown(compared))
+        write_text(csv_file, as_csv(compared))
+        title = f"{model}, {compared.whole.images:,} images{speed_line(compared)}"
+        accuracy_plot(results, plot_file, title)
+
+
+def _named(text: str) -> tuple[str, str]:
+    """What a row is to be called, and its file: NAME=FILE, or a file alone, and no name."""
+    name, equals, file = text.partition("=")
+    return (name, file) if equals and "/" not in name and not Path(text).exists() else ("", text)

@@ -73,6 +73,8 @@ def eval_command(
     where = resolve_device(device)
     size = None if img_size is None else o.read_size(img_size)
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
+    if trained is None:
+        o.note_random_weights(model, checkpoint, pretrained)
     chosen = None if schedule is None else o.read_schedule(schedule, whole, model)
     tested = (
         read_trained(trained, whole)
@@ -81,6 +83,7 @@ def eval_command(
     )
     images: dict[str, Any] = {"img_size": size, "crop_pct": crop_pct, "mean": mean, "std": std}
     images["interpolation"] = interpolation
+    dataset = o.dataset_for(model, dataset, data_dir)
     loader = build_loader(
         whole, data_dir, dataset, split, batch_size, workers, class_map=class_map, device=where, **images
     )

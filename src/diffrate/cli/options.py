@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from torch import nn
 
-from diffrate import published
+from diffrate import embedded, published
 from diffrate.cli.flags import Flag
 from diffrate.cli.output import note
 from diffrate.data import LARGEST_BATCH, MOST_WORKERS
 from diffrate.devices import AMP_DTYPES
 from diffrate.errors import DiffRateError, shown
-from diffrate.operator import CHOICES, IMPORTANCES, MEANS, OPERATIONS
+from diffrate.operator import CHOICES, IMPORTANCES, MEANS, OPERATIONS, Operator
 from diffrate.schedule import Schedule
+from diffrate.searching.fast import OPERATOR as FAST
 
 MODEL, DATA, SCHEDULE, RUN = "Model", "Data", "Schedule", "Run"
 PUBLISHED = "published:"
@@ -84,7 +86,24 @@ def read_schedule(text: str, model: nn.Module, name: str) -> Schedule:
     return schedule
 
 
-ModelName = Annotated[str, typer.Option("--model", help="timm model name.", rich_help_panel=MODEL)]
+def note_random_weights(model: str, checkpoint: Path | None, pretrained: bool) -> None:
+    if checkpoint is None and not pretrained and model != embedded.NAME:
+        note("neither --checkpoint nor --pretrained was given: the model has random weights")
+
+
+def dataset_for(model: str, dataset: str, data_dir: Path | None) -> str:
+    """The dataset that was named; where no images were, those that ship for the model that ships."""
+    return embedded.NAME if model == embedded.NAME and data_dir is None and not dataset else dataset
+
+
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="timm model name, library:name, or embedded for the one that ships.",
+        rich_help_panel=MODEL,
+    ),
+]
 Checkpoint = Annotated[
     Path | None,
     typer.Option(help="Weights to load: safetensors, or a torch file of tensors.", rich_help_panel=MODEL),
@@ -110,7 +129,9 @@ DataDir = Annotated[
 DatasetName = Annotated[
     str,
     typer.Option(
-        "--dataset", help="timm dataset: empty for folders, or hfds/…, wds/…, torch/….", rich_help_panel=DATA
+        "--dataset",
+        help="timm dataset: empty for folders, or hfds/…, wds/…, torch/…; embedded: the images that ship.",
+        rich_help_panel=DATA,
     ),
 ]
 Split = Annotated[
@@ -218,9 +239,19 @@ Seed = Annotated[
     int | None,
     typer.Option(help="Seed of the random importance.", min=0, max=2**31 - 1, rich_help_panel=SCHEDULE),
 ]
+OPERATORS = {"paper": Operator(), "fast": FAST}
+OperatorName = Annotated[
+    str | None,
+    typer.Option(
+        "--operator",
+        help=f"The whole operator, of which other flags change parts: {' or '.join(OPERATORS)}, as in a recipe.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
 # How tokens are removed, for commands that take a schedule.
 REMOVAL = {
-    "importance": Flag(Importance), "operation": Flag(Operation), "proportional": Flag(Proportional),
+    "operator": Flag(OperatorName), "importance": Flag(Importance), "operation": Flag(Operation),
+    "proportional": Flag(Proportional),
     "merge_mean": Flag(MergeMean), "choice": Flag(Choice), "floor": Flag(Floor), "image_share": Flag(ImageShare),
     "memory": Flag(Memory), "pruned_mass": Flag(PrunedMass), "size_aware": Flag(SizeAware),
     "keep_norm": Flag(KeepNorm), "seed": Flag(Seed),
@@ -228,8 +259,14 @@ REMOVAL = {
 
 
 def operator_changes(removal: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags of REMOVAL as fields of an Operator: --mean is that of images."""
-    return {"mean" if name == "merge_mean" else name: value for name, value in removal.items()}
+    """Flags of REMOVAL as fields of an Operator: --mean is that of images, --operator what others leave open."""
+    fields = {"mean" if name == "merge_mean" else name: value for name, value in removal.items()}
+    whole = fields.pop("operator", None)
+    if whole is None:
+        return fields
+    if whole not in OPERATORS:
+        raise DiffRateError(f"operator must be one of {', '.join(OPERATORS)}, not {shown(whole)}")
+    return {**asdict(OPERATORS[whole]), **fields}
 
 
 Device = Annotated[

@@ -131,6 +131,7 @@ def search_command(
     costs = c.read_costs(
         whole, model, device, profile_table, profile_batch_size, profile_dtype, any_table, hardware, clock_mhz, dram_pj
     )  # fmt: skip
+    dataset = o.dataset_for(model, dataset, data_dir)
     data = search_datasets(
         whole, data_dir, dataset, split, labels=recipe == "paper", heavy=recipe == "paper", img_size=size,
         crop_pct=crop_pct, mean=mean, std=std, interpolation=interpolation, class_map=class_map,

@@ -10,26 +10,27 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from accelerate.utils import DistributedType, set_seed
-from torch import nn
+from torch import Tensor, nn
 
 import diffrate
 from diffrate import embedded
 from diffrate.cli import options as o
 from diffrate.cli.accelerators import start_accelerator, start_tracker
-from diffrate.cli.output import note, show_effective
+from diffrate.cli.output import show_effective
 from diffrate.cli.recipe import with_recipe
 from diffrate.data import training_datasets
 from diffrate.devices import resolve_device
 from diffrate.embedded.build import DEBIAN, HELD_OUT, training_sets
 from diffrate.errors import DiffRateError
 from diffrate.methods import to_train
+from diffrate.methods.ats import AdaptiveSampling
+from diffrate.methods.by_image import MEASURED_ON
 from diffrate.models import load_model
 from diffrate.results import check_target, write_results
 from diffrate.schedule import Schedule
-from diffrate.searching.budget import parse_budgets
+from diffrate.searching.budget import parse_gmacs
 from diffrate.training import DEIT, EMBEDDED, FINETUNE, Recipe, Trained, accuracy, finetune, train
 
-EMBEDDED_NAME = "embedded"
 DROP_PATH = 0.05  # of the embedded model
 TRAINING = "Training"
 
@@ -106,7 +107,7 @@ def finetune_command(
     budget: Annotated[
         str | None, typer.Option(help="Of the method: 0.8G, 60%.", rich_help_panel=o.SCHEDULE)
     ] = None,
-    model: ModelName = EMBEDDED_NAME,
+    model: ModelName = embedded.NAME,
     checkpoint: o.Checkpoint = None,
     pretrained: o.Pretrained = False,
     num_classes: o.NumClasses = None,
@@ -153,7 +154,7 @@ def train_command(
     context: typer.Context,
     output: Output,
     changes: dict[str, Any],
-    model: ModelName = EMBEDDED_NAME,
+    model: ModelName = embedded.NAME,
     num_classes: o.NumClasses = None,
     model_kwargs: o.ModelKwargs = None,
     img_size: o.ImgSize = None,
@@ -183,7 +184,7 @@ def train_command(
 
     Example: diffrate train --output runs/fashion --data-dir /usr/share/datasets/fashion-mnist --compile
     """
-    job = _read(context, replace(EMBEDDED if model == EMBEDDED_NAME else DEIT, **changes), False)
+    job = _read(context, replace(EMBEDDED if model == embedded.NAME else DEIT, **changes), False)
     whole = job.schedule is None
     trained = train(
         job.model if whole else job.tuned, job.training, job.validation, output, job.recipe, **job.options
@@ -198,7 +199,7 @@ def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
     set_seed(recipe.seed)
     name, test = flags["model"], None
     drop_path = _drop_path(name, flags["drop_path"])
-    if name == EMBEDDED_NAME:
+    if name == embedded.NAME:
         training, validation, test = training_sets(flags["data_dir"] or DEBIAN, flags["held_out"])
         model: nn.Module = embedded.model(pretrained=tuning, drop_path_rate=drop_path)
     else:
@@ -220,11 +221,12 @@ def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
     tuned = diffrate.compress(model, schedule)
     if flags.get("method") is not None:
         (target,) = _gmacs(flags["budget"], model)
-        tuned = to_train(flags["method"], model, target)
+        seen = _some(validation) if flags["method"] == AdaptiveSampling.name else None
+        tuned = to_train(flags["method"], model, target, seen)
     if schedule is not None and accelerator.is_main_process:
         show_effective(schedule)
-    if tuning and name != EMBEDDED_NAME and not flags["pretrained"] and flags["checkpoint"] is None:
-        note("neither --checkpoint nor --pretrained was given: the model starts from random weights")
+    if tuning:
+        o.note_random_weights(name, flags["checkpoint"], flags["pretrained"])
     names = ("model", "checkpoint", "pretrained", "model_kwargs", "num_classes", "img_size")
     places = ("data_dir", "dataset", "split", "val_split", "held_out", "class_map")
     looks = ("crop_pct", "mean", "std", "interpolation")
@@ -233,9 +235,15 @@ def _read(context: typer.Context, recipe: Recipe, tuning: bool) -> Job:
     options = {
         "accelerator": accelerator, "workers": flags["workers"], "resume": flags["resume"], "origin": origin,
         "max_minutes": flags["max_minutes"], "save_minutes": flags["save_minutes"],
-        "dtype": torch.float16 if name == EMBEDDED_NAME else None,
+        "dtype": torch.float16 if name == embedded.NAME else None,
     }  # fmt: skip
     return Job(model, schedule, tuned, training, validation, test, recipe, options)
+
+
+def _some(validation: Any) -> Tensor:
+    """Images spread over a set, on which a method that decides image by image finds its setting."""
+    places = torch.linspace(0, len(validation) - 1, min(MEASURED_ON, len(validation))).round().int().tolist()
+    return torch.stack([validation[place][0] for place in places])
 
 
 def _drop_path(name: str, given: float | None) -> float | None:
@@ -246,11 +254,11 @@ def _drop_path(name: str, given: float | None) -> float | None:
         if given:
             raise DiffRateError(f"--drop-path is for timm's models: {name} has no such setting")
         return None
-    return (DROP_PATH if name == EMBEDDED_NAME else 0.1) if given is None else given
+    return (DROP_PATH if name == embedded.NAME else 0.1) if given is None else given
 
 
 def _gmacs(budget: str, model: nn.Module) -> list[float]:
-    budgets = [each.leading for each in parse_budgets(budget, {"gmacs": diffrate.gmacs(model)})]
+    budgets = parse_gmacs(budget, diffrate.gmacs(model))
     if len(budgets) > 1:
         raise DiffRateError("a model is tuned for one budget: give --budget once")
     return budgets

@@ -78,8 +78,7 @@ def visualize_command(
     name = model or _model_of(schedule)
     size = None if img_size is None else o.read_size(img_size)
     whole = load_model(name, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
-    if checkpoint is None and not pretrained:
-        note("the weights are random: give --checkpoint or --pretrained")
+    o.note_random_weights(name, checkpoint, pretrained)
     chosen = _fitted(o.read_schedule(schedule, whole, name), backbone_of(whole).layout.tokens)
     compressed = diffrate.compress(whole, chosen).to(where)
     images_as: dict[str, Any] = {"crop_pct": crop_pct, "mean": mean, "std": std}

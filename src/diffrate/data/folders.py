@@ -9,6 +9,7 @@ from typing import Any
 from timm.data import ImageDataset, add_img_extensions, create_dataset
 from torch import nn
 
+from diffrate import embedded
 from diffrate.class_map import read_class_map
 from diffrate.data.reading import Images
 from diffrate.errors import DiffRateError, shown
@@ -31,11 +32,20 @@ def build_dataset(
     mode: str = "RGB",
     usual: tuple[str, ...] = EVAL_SPLITS,
 ) -> Any:
-    """The images behind timm's `--data-dir --dataset --split` flags; `usual` are the splits to look for without one."""
+    """The images behind timm's `--data-dir --dataset --split` flags; `usual` are the splits to look for without one.
+
+    dataset  as timm names them; "embedded" has the images that ship, "search" and "test".
+    """
     root = data_dir
+    if dataset == embedded.NAME:
+        if data_dir is not None or class_map is not None:
+            raise DiffRateError("the embedded images lie in no folder, and have classes of their own")
+        usually = "search" if usual is TRAIN_SPLITS else "test"
+        return embedded.Pictures(usually if split is None else split, labels, mode)
     if dataset and "/" not in dataset:
         raise DiffRateError(
-            f"a dataset is named hfds/…, wds/… or torch/…, unlike {shown(dataset)}: leave it out to read folders"
+            f"a dataset is named hfds/…, wds/…, torch/… or embedded, unlike {shown(dataset)}: leave it out to read "
+            "folders"
         )
     if not dataset:
         if data_dir is None:

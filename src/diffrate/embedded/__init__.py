@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+from PIL import Image
 from timm.layers import build_sincos2d_pos_embed
 from timm.models import VisionTransformer
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset
 
 from diffrate.errors import DiffRateError
 
+NAME = "embedded"  # of the model and of the dataset, where one is chosen by its name
 FOLDER = Path(__file__).parent
 WEIGHTS = FOLDER / "weights.safetensors"
 SPLITS = {"search": 1_000, "test": 2_000}
@@ -50,6 +52,27 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image = normalise(self.images[index, None])  # (1, H, W)
         return (image if self.transform is None else self.transform(image)), int(self.labels[index])
+
+
+class Pictures(Dataset[tuple[Any, int]]):
+    """The same images as pictures, as a folder has them: whoever reads them sets `transform`; without labels all -1.
+
+    mode  Pillow's, of the pictures: "L", or "RGB" for models that look at colours.
+    """
+
+    def __init__(self, split: str, labels: bool = True, mode: str = "L") -> None:
+        self.images, self.labels = images(split)
+        self.mode = mode
+        if not labels:
+            self.labels = torch.full_like(self.labels, -1)
+        self.transform: Callable[[Image.Image], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        picture = Image.fromarray(self.images[index].numpy()).convert(self.mode)
+        return (picture if self.transform is None else self.transform(picture)), int(self.labels[index])
 
 
 def normalise(images: Tensor) -> Tensor:

@@ -171,7 +171,8 @@ _LISTED = (
         "Lee and Choi 2025, Lossless Token Merging",
         _under(SizeAware.at),
         _again(lambda layout, s: SizeAware(layout, tuple(s["r"]))),
-        departs="size-aware in every block, the paper in the last ones only; r tokens a block in place of thresholds",
+        departs="size-aware in every block, the paper in the last ones only; r tokens a block in place of thresholds; "
+        + _AS_TOME,
     ),
     Method(
         "tofu",
@@ -179,7 +180,7 @@ _LISTED = (
         "Kim et al. 2024, Token Fusion",
         _under(NormPreserving.at),
         _again(lambda layout, s: NormPreserving(layout, tuple(s["r"]))),
-        departs="merges in every block; the paper prunes in the first ones",
+        departs=f"merges in every block, the paper prunes in the first ones; {_AS_TOME}",
     ),
     Method(
         "ats",

@@ -15,6 +15,7 @@ block.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -81,8 +82,8 @@ class AdaptiveSampling(Policy):
     def removes(self, i: int) -> bool:
         return i >= self.first
 
-    def reduce(self, i: int, attention: Attention, key_bias: Tensor | None, attended: Tokens) -> Tokens:
-        picked = sample(significance(attention, key_bias, attended.prefix), self.samples)
+    def reduce(self, i: int, attention: Attention, bias: Tensor | None, attended: Tokens) -> Tokens:
+        picked = sample(significance(attention, bias, attended.prefix), self.samples)
         return keep_picked(attended, picked)
 
     def settings(self) -> dict[str, Any]:
@@ -93,9 +94,9 @@ def first_block(layout: Layout) -> int:
     return max(1, round(layout.depth * FIRST))
 
 
-def significance(attention: Attention, key_bias: Tensor | None, prefix: int) -> Tensor:
+def significance(attention: Attention, bias: Tensor | None, prefix: int) -> Tensor:
     """(B, N - prefix) scores that sum to one for each image; padding has none."""
-    row = ranking.class_attention_row(attention.q, attention.k, attention.scale, key_bias)  # (B, heads, N)
+    row = ranking.class_attention_row(attention.q, attention.k, attention.scale, bias)  # (B, heads, N)
     score = (row * attention.v.float().norm(dim=-1))[:, :, prefix:]
     return (score / score.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)).mean(dim=1)
 
@@ -119,9 +120,9 @@ def keep_picked(tokens: Tokens, picked: Tensor) -> Tokens:
     patches = tokens.patches
     if patches is not None:
         patches = move_patches(patches, _destinations(tokens.x, alive, order, prefix))
-    kept, _ = keep_first(Tokens(tokens.x, prefix), None, order, longest)
+    kept, _ = keep_first(replace(tokens, patches=None), None, order, longest)
     size = alive.gather(1, order[:, :longest]).float()
-    return Tokens(kept.x, prefix, size, patches)
+    return replace(kept, size=size, patches=patches)
 
 
 def _destinations(x: Tensor, alive: Tensor, order: Tensor, prefix: int) -> Tensor:

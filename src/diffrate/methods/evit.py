@@ -11,6 +11,7 @@ over the first epochs.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -68,9 +69,9 @@ class EViT(Policy):
     def removes(self, i: int) -> bool:
         return i in self.attentive
 
-    def reduce(self, i: int, attention: Attention, key_bias: Tensor | None, attended: Tokens) -> Tokens:
+    def reduce(self, i: int, attention: Attention, bias: Tensor | None, attended: Tokens) -> Tokens:
         attentiveness = ranking.class_attention(
-            attention.q, attention.k, attention.scale, key_bias, attended.prefix
+            attention.q, attention.k, attention.scale, bias, attended.prefix
         )
         return keep_and_fuse(attended, attentiveness, self.attentive[i], self.fuse)
 
@@ -80,11 +81,14 @@ class EViT(Policy):
 
 def stages_of(layout: Layout) -> tuple[int, ...]:
     """The blocks at which tokens go, here and in the methods that follow EViT and DynamicViT in this."""
-    return tuple(sorted({max(1, round(layout.depth * share)) for share in STAGES}))
+    stages = {max(1, round(layout.depth * share)) for share in STAGES}
+    return tuple(sorted(stage for stage in stages if stage < layout.depth))
 
 
 def keep_and_fuse(tokens: Tokens, attentiveness: Tensor, keep: int, fuse: bool) -> Tokens:
     """Keep the `keep` most attentive image tokens; the others become one token, their attention-weighted sum.
+
+    Where attention looks at positions, which the paper's models do not, that token has its most attentive member's.
 
     attentiveness  (B, N - prefix) class attention of the image tokens.
     """
@@ -103,4 +107,9 @@ def keep_and_fuse(tokens: Tokens, attentiveness: Tensor, keep: int, fuse: bool) 
         patches = move_patches(
             patches, torch.empty_like(order).scatter(1, order, torch.cat([places, gone], 1))
         )
-    return Tokens(torch.cat(parts, dim=1), prefix, None, patches)
+    positions = tokens.positions
+    if positions is not None:
+        positions = positions.taken(order[:, : prefix + keep + fuse])
+    return replace(
+        tokens.with_features(torch.cat(parts, dim=1)), size=None, patches=patches, positions=positions
+    )

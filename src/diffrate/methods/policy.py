@@ -42,8 +42,11 @@ class Policy(ABC):
         """Whether block i may remove tokens."""
 
     @abstractmethod
-    def reduce(self, i: int, attention: Attention, key_bias: Tensor | None, attended: Tokens) -> Tokens:
-        """The tokens of block i between attention and MLP, from those that attended."""
+    def reduce(self, i: int, attention: Attention, bias: Tensor | None, attended: Tokens) -> Tokens:
+        """The tokens of block i between attention and MLP, from those that attended.
+
+        bias  what was added to the logits: (B, N) of keys, or (B or 1, heads, N, N) of pairs.
+        """
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -99,10 +102,11 @@ class PolicyModel(MethodModel):
 
     def _run_block(self, i: int, tokens: Tokens, schedule: Schedule) -> Tokens:
         backbone, policy = self.backbone, self.policy
-        bias = tokens.key_bias() if policy.proportional else None
-        if bias is None and not policy.removes(i):
-            return tokens.with_features(backbone.block(i, tokens.x))
-        attention = backbone.open_attention(i, tokens.x)
+        weighed = tokens.key_bias() if policy.proportional else None
+        if weighed is None and not policy.removes(i) and backbone.runs_whole(tokens.positions):
+            return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
+        attention = backbone.open_attention(i, tokens.x, tokens.positions)
+        bias = attention.logit_bias(weighed)
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mix(attention, bias)))
         if policy.removes(i):
             attended = policy.reduce(i, attention, bias, attended)

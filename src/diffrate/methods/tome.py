@@ -76,7 +76,7 @@ class ToMe(Policy):
     def removes(self, i: int) -> bool:
         return self.r[i] > 0
 
-    def reduce(self, i: int, attention: Attention, key_bias: Tensor | None, attended: Tokens) -> Tokens:
+    def reduce(self, i: int, attention: Attention, bias: Tensor | None, attended: Tokens) -> Tokens:
         return merge_pairs(
             attended, attention.k.float().mean(dim=1), self.r[i], self.split_by_size, self.keeps_norm
         )

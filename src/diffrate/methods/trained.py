@@ -37,8 +37,8 @@ def read_trained(folder: str | os.PathLike[str], model: nn.Module) -> Compressed
 
 
 def name_of(model: CompressedModel, folder: str | os.PathLike[str]) -> str:
-    """What a table calls a trained model: its method, or the folder it lies in."""
-    return str(model.settings().get(METHOD, Path(folder).name))
+    """What a table calls a trained model, beside others whose weights are untouched: by its method, or its folder."""
+    return f"{model.settings().get(METHOD, Path(folder).name)}, tuned"
 
 
 def _under(config: dict[str, Any], model: nn.Module, folder: Path) -> CompressedModel:

@@ -167,6 +167,14 @@ def parse_budgets(text: str, whole: Mapping[str, float]) -> list[Budget]:
     return [Budget(dict(zip(values, targets, strict=True))) for targets in itertools.product(*falling)]
 
 
+def parse_gmacs(text: str, whole: float) -> list[float]:
+    """Budgets of MACs alone, largest first: "0.8G", "60%" of the `whole` model's GMACs, or several with commas."""
+    budgets = parse_budgets(text, dict.fromkeys(METRICS, whole))
+    if any(set(budget.targets) != {"gmacs"} for budget in budgets):
+        raise DiffRateError(f"cannot take the budget {text!r}: here it is in MACs, such as 0.8G or 60%")
+    return [budget.leading for budget in budgets]
+
+
 def _parse(text: str, whole: Mapping[str, float]) -> tuple[str, float]:
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(G|GMACs|M|MMACs|%|ms|mW|mJ)", text, flags=re.IGNORECASE)
     if match is None or not float(match[1]):

@@ -72,7 +72,7 @@ def finetune(
 ) -> Trained:
     """Tune `model`, in place, under a schedule: tokens are dropped as they will be when it serves.
 
-    schedule  or `model` under a method, as diffrate.methods.build makes it, which may bring a loss of its own.
+    schedule  or `model` under a method, as diffrate.methods.to_train makes it, which may bring a loss of its own.
     With `recipe.distillation`, or where the method's loss asks for one, the model as it came is the teacher. Other
     options are those of `train`.
     """
