@@ -8,10 +8,10 @@ under one operator; by loss and divergence on validation images, which are not s
 
 Cost: two searches for each seed and budget; with `--no-searches` the beginnings alone, before any step.
 
-Measured here: results/reproduce_embedded_beginnings_cpu.json, by the defaults that a CPU had then (60 steps of 40
-images, with one count changed at a time).
+Measured here: results/reproduce_embedded_beginnings_h200.json, at 35 and 25 % of the MACs; and, by searches with one
+count changed at a time, results/reproduce_embedded_beginnings_cpu.json.
 
-    python reproduce/beginnings.py --budgets 52%,35%,25% --json results/reproduce_embedded_beginnings_cpu.json
+    python reproduce/beginnings.py --budgets 35%,25% --json results/reproduce_embedded_beginnings_h200.json
     python reproduce/beginnings.py --model vit_tiny_patch16_224 --data-dir imagenet --crop-pct 1.0 \\
         --checkpoint vit_tiny_patch16_224.safetensors --budgets 0.81G,0.655G \\
         --json results/reproduce_vit_tiny_beginnings_h200.json

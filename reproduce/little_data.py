@@ -3,10 +3,10 @@
 Paper: the published search needs the whole of ImageNet; on 1,000 images it ends behind ToMe. Needs a folder with
 `search/` and `val/` splits and a checkpoint.
 
-Cost: nine searches, of 35 to 53 s on an H200 with three side by side, and a pass over the images for each.
+Cost: nine searches, of 51 to 61 s on an H200 with six side by side, and a pass over the images for each.
 
-Measured here: results/search_vit_tiny_h200.json, ViT-Ti: the loss rises by 0.009 to 0.010 at 0.81 GMACs and by 0.042
-to 0.046 at 0.655. The paper's recipe at 0.81, once: results/search_vit_tiny_paper_h200.json.
+Measured here: results/search_vit_tiny_h200.json, ViT-Ti: the loss rises by 0.008 to 0.009 at 0.81 GMACs and by 0.035
+to 0.038 at 0.655. The paper's recipe at 0.81, once: results/search_vit_tiny_paper_h200.json.
 
     python reproduce/little_data.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
         --data-dir imagenet --budgets 1.0,0.81,0.655 --seeds 3 --json results/search_vit_tiny_h200.json

@@ -2,10 +2,10 @@
 
 Here a search by the fast recipe at the tightest budget, on random subsets of the search images.
 
-Cost: a search each: five, of 16 to 41 s on a shared H200 with ViT-Ti, of 23 to 53 s with the embedded model.
+Cost: a search each: five, of 33 to 49 s on a shared H200 with ViT-Ti, of 18 to 30 s with the embedded model.
 
-Measured here: results/reproduce_vit_tiny_number_of_images_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.043
-with 64 images, 0.036 with 500, 0.044 with 1,000. The embedded model:
+Measured here: results/reproduce_vit_tiny_number_of_images_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.044
+with 64 images, 0.037 with 500, 0.039 with 1,000. The embedded model:
 results/reproduce_embedded_number_of_images_h200.json.
 
     python reproduce/number_of_images.py --json results/reproduce_embedded_number_of_images_cpu.json

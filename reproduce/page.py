@@ -13,12 +13,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import in_short
 import markdown_table
 import paper_tables
 import what_was_run
 
 from diffrate.compare import operators
 from diffrate.methods.fit import off_budget
+from diffrate.operator import Operator
+from diffrate.plots import accuracy_plot
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "how_good.md"
@@ -32,45 +35,26 @@ Differences are in points of top-1 and in mean negative log-likelihood, paired, 
 images anew; p is McNemar's. A search is that of the commit which its file names; how searches work, what was tried \
 and what has changed since: [search.md](search.md).
 """
-SHORT = """\
-## In short
-
-Points of top-1 and rise of the loss against the uncompressed model, at three budgets; "the search's operator" is a \
-method's counts under the operator of the search. Intervals, commands and all other tables are below. \
-How fast compressed models are: [speed.md](speed.md), and [training.md](training.md) for training; budgets in time and \
-power, Table 3 among them: [budgets.md](budgets.md); segmentation: [models.md](models.md).
-"""
 NOT_HERE = """\
 "In part" is said of a file without all rows that the experiment has today, at three budgets where it takes several. \
 The paper's own models (DeiT, MAE, LV-ViT, CAFormer) on the whole of ImageNet were not run here, nor any training on \
 it: the images and checkpoints are not here. The commands for them are in [reproduce/](../reproduce/README.md). \
-What says "not run" needs a machine or data that it did not have yet.
+The rest of what says "not run" is ready to run, and was not yet.
 """
 
 
 def page(results: Path = ROOT / "results") -> str:
-    records = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
+    records = records_in(results)
     run = "\n".join(what_was_run.lines(results)) + "\n"
-    body = [*in_short(records), *sections(records)]
+    body = [*in_short.lines(records, with_table), *sections(records)]
     return "\n".join([INTRODUCTION, *body, run, NOT_HERE, "\n".join(of_the_paper()) + "\n"])
 
 
 Records = dict[Path, dict[str, Any]]
 
 
-def in_short(records: Records) -> Iterator[str]:
-    """Every method at every budget of Table 1, a line each; details come later."""
-    found = with_table(records, "off_the_shelf")
-    if found:
-        yield SHORT
-    for _, record in found:
-        rows = [row for row in record["results"]["tables"]["off_the_shelf"]["rows"] if "points" in row]
-        names, budgets = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "budget"))
-        at = {(row["name"], row["budget"]): f"{row['points']:+.2f}, {row['loss_rise']:+.3f}" for row in rows}
-        model, whole = record["results"]["model"], record["results"]["uncompressed"]
-        header = (f"{model}, top-1 {whole['top1']:.2f}", *(f"{budget:.3g} GMACs" for budget in budgets))
-        lines = ([name, *(at.get((name, budget), "") for budget in budgets)] for name in names)
-        yield "\n".join(markdown_table.lines(header, lines)) + "\n"
+def records_in(results: Path) -> Records:
+    return {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
 
 
 def sections(records: Records) -> Iterator[str]:
@@ -84,6 +68,8 @@ def sections(records: Records) -> Iterator[str]:
         found = with_table(records, each.key)
         if found:
             yield f"## {each.name[0].upper()}{each.name[1:]}\n"
+            if each.remark:
+                yield f"{each.remark}\n"
             yield from paper(found[0][1]["results"]["tables"][each.key]["paper"])
         for path, record in found:
             yield heading(path, record)
@@ -212,22 +198,30 @@ def rows_of(table: dict[str, Any]) -> Iterator[str]:
 
 
 def measurements(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Rows with an accuracy; beside it, where they are known, the operator and how they differ from the search."""
-    named, paired = (any(key in row for row in rows) for key in ("operator", "to_search"))
+    """Rows with an accuracy; where they are known the operator, how they differ from the search, and its seconds."""
+    keys = ("operator", "to_search", "search_seconds")
+    named, paired, timed = (any(key in row for row in rows) for key in keys)
     header = ["budget", "", *["operator"] * named, "GMACs", "top-1 %", "points", "loss rise"]
-    header += ["points to the search", "loss to the search", "p"] * paired
+    header += ["points to the search", "loss to the search", "p"] * paired + ["s"] * timed
     lines = []
     for row in rows:
         cells = [f"{row['budget']:.3g}", with_note(row["name"], cost_note(row))]
-        cells += [row.get("operator", "")] * named
+        cells += [row.get("operator") or operator_of(row)] * named
         cells += [f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
         cells += [interval(row["points"], row["points_interval"], 2)]
         cells += [interval(row["loss_rise"], row["loss_interval"], 3)]
         if to := row.get("to_search"):
             cells += [interval(to["points"], to["points_interval"], 2)]
             cells += [interval(to["loss_difference"], to["loss_interval"], 3), f"{to['mcnemar_p']:.2g}"]
-        lines.append(cells + [""] * (len(header) - len(cells)))
+        cells += [""] * (len(header) - timed - len(cells))
+        lines.append(cells + [f"{row['search_seconds']:.0f}" if "search_seconds" in row else ""] * timed)
     yield from markdown_table.lines(header, lines)
+
+
+def operator_of(row: dict[str, Any]) -> str:
+    """That of a schedule, in words; other methods have none."""
+    schedule = row.get("settings", {}).get("schedule")
+    return Operator.from_dict(schedule["operator"]).in_words() if schedule else ""
 
 
 def cost_note(row: dict[str, Any]) -> str:
@@ -331,6 +325,15 @@ def interval(value: float, ends: Sequence[float], digits: int) -> str:
     return f"{value:+.{digits}f} [{ends[0]:+.{digits}f}, {ends[1]:+.{digits}f}]"
 
 
+def draw(results: Path = ROOT / "results") -> None:
+    """A plot beside every comparison that was timed on a GPU."""
+    for path, record in in_short.timed_on_gpu(records_in(results)).items():
+        compared = record["results"]
+        title = f"{compared['model']}, {compared['uncompressed']['images']:,} images"
+        accuracy_plot(compared, path.with_suffix(".png"), title)
+
+
 if __name__ == "__main__":
+    draw()
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE}")

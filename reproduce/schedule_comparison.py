@@ -22,24 +22,35 @@ Random schedules: shares drawn evenly, sorted over the blocks, raised to the pow
 of a class-token model gives up its tokens, as in the search. Beside them, the schedules of ToMe (constant number),
 EViT (stepwise), constant rates and the paper, under the same operator.
 
-Cost: at each of `--budgets` a search for each seed, and the race. How far a race goes depends on how many are hard to
-tell apart: on an H200, ViT-Ti at 0.655 GMACs takes 266 s, 5,728 of the schedules seeing all images, and the embedded
-model 135 and 198 s at 35 and 25 %, where parts of 64 images are too few to keep a GPU busy. That was before schedules
-shared blocks. Without the paper's counts (`--no-control`), which many random ones are better than, fewer stay
-in the race.
+The paper has three panels: pruning, merging, and both. Searches here merge. With `--operation prune` they prune, and so
+do the random ones; with `--operation prune-merge` all run under the paper's operator and split their counts between
+pruning and merging, which the fast recipe does not: the paper's counts race there instead of a search.
 
-Measured here: results/reproduce_vit_tiny_schedule_comparison_h200.json, ViT-Ti at 0.655 GMACs, three searches: of
-10,000 random ones 83, 28 and 10 have a lower loss, and 4, none and none a lower divergence; none of 500 that had left
-is better. The embedded model, by searches that did not soften answers:
-results/reproduce_embedded_schedule_comparison_h200.json, at 35 and 25 % of the MACs 50 to 904 have a lower loss, and 61
-to 615 a lower divergence; at 52 % it ended early, and there are 500 random ones instead, of which 64 to 76 and 0 to 7
-are better: results/reproduce_embedded_schedule_comparison_500_h200.json. The present search at 25 % on a CPU, where
-time ended the race after 128 images: results/reproduce_embedded_schedule_comparison_cpu.json.
+Cost: at each of `--budgets` a search for each seed, and the race. How far a race goes depends on how many are hard to
+tell apart: on an H200, ViT-Ti takes 143 s at 0.655 GMACs, 192 s at 0.81 and 333 s at 1.0, the latter two with other
+work beside it; the embedded model on 10,000 images 433 s at 52 % of its MACs, 181 and 123 s at 35 and 25 %, side by
+side. Without the paper's counts (`--no-control`), which many random ones are better than, fewer stay in the race. Start
+CUDA's multi-process service before.
+
+Measured here: results/reproduce_vit_tiny_schedule_comparison_h200.json, ViT-Ti, three searches each: of 10,000 random
+ones 5, 2 and 5 have a lower loss at 0.655 GMACs, and none, none and 1 a lower divergence; at 0.81 it is 121, 89 and 42,
+and 2, 3 and 4; at 1.0 66, 451 and 15, and 1, 10 and 2. The embedded model on 10,000 images:
+results/reproduce_embedded_schedule_comparison_10000_h200.json, at 25 % 0, 9 and 3 have a lower loss, and 4, 20 and 11 a
+lower divergence; at 35 % 2, 25 and 4, and 2, 13 and 1; at 52 % 1, 7 and 2, and 0, 3 and 6. None of 500 that had left a
+race is better. The same on 2,000 images, with the paper's counts:
+results/reproduce_embedded_schedule_comparison_h200.json. Pruning alone:
+results/reproduce_embedded_schedule_comparison_prune_h200.json, at 52 % 263, 255 and 311 have a lower loss, and 167, 471
+and 651 a lower divergence. The paper's counts under its operator, where time ended the race after 512 images:
+results/reproduce_embedded_schedule_comparison_prune_merge_h200.json.
 
     python reproduce/schedule_comparison.py --random 10000 --seeds 3 --budgets 52%,35%,25% \\
         --json results/reproduce_embedded_schedule_comparison_h200.json
+    python reproduce/schedule_comparison.py --random 10000 --seeds 3 --budgets 52%,35%,25% --no-control \\
+        --val-dir fashion-mnist --json results/reproduce_embedded_schedule_comparison_10000_h200.json
+    python reproduce/schedule_comparison.py --random 10000 --seeds 3 --budgets 52% --operation prune \\
+        --json results/reproduce_embedded_schedule_comparison_prune_h200.json
     python reproduce/schedule_comparison.py --random 10000 --seeds 3 --model vit_tiny_patch16_224 \\
-        --checkpoint vit_tiny_patch16_224.safetensors --data-dir imagenet --crop-pct 1.0 --budgets 0.81G,0.655G \\
+        --checkpoint vit_tiny_patch16_224.safetensors --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G \\
         --json results/reproduce_vit_tiny_schedule_comparison_h200.json
 """
 
@@ -77,6 +88,8 @@ AUDITED = 500  # of those that are out
 RANDOM = 10_000
 RUNNERS = 12  # processes, on a GPU
 CONTROL = "the paper's counts"
+SEARCHED = {"merge": None, "prune": Operator(operation="prune")}  # None: the operator that the search chooses
+BOTH = "prune-merge"
 PAPER = "a figure without numbers: close to optimal among 10,000 random schedules, for three operators and all FLOPs"
 
 
@@ -181,10 +194,12 @@ def run(
     runners: int | None = None,
     seeds: int = 1,
     control: bool = True,
+    operation: str = "merge",
 ) -> None:
     """A race at each budget, the tightest first: against schedules that are `given` for it, or searched for here.
 
-    control  race the paper's counts too.
+    control    race the paper's counts too.
+    operation  how searches remove tokens; "prune-merge": nothing is searched for, and the paper's counts race alone.
     """
     if runners is None:
         runners = RUNNERS if setting.device.type == "cuda" else 0
@@ -198,12 +213,16 @@ def run(
     with ManySchedules(setting.model, images[order], labels[order], runners) as many:
         for budget in sorted(setting.budgets):
             found = [each for each in given if not off_budget(diffrate.gmacs(setting.model, each), budget)]
-            at_budget(table, many, budget, found or searched(setting, budget, seeds), count, control)
+            if not found and operation != BOTH:
+                found = searched(setting, budget, seeds, SEARCHED[operation])
+            at_budget(table, many, budget, found, count, control or not found)
 
 
-def searched(setting: Setting, budget: float, seeds: int) -> list[diffrate.Schedule]:
+def searched(
+    setting: Setting, budget: float, seeds: int, operator: Operator | None = None
+) -> list[diffrate.Schedule]:
     """What the search finds with some seeds: under the first one's operator, since random ones run under one alone."""
-    first = setting.search(budget)[0]
+    first = setting.search(budget, operator=operator)[0]
     others = (setting.search(budget, seed, operator=first.operator)[0] for seed in range(1, seeds))
     return [first, *others]
 
@@ -216,20 +235,22 @@ def at_budget(
     count: int,
     control: bool,
 ) -> None:
-    """The schedules found and simple ones, and then the race."""
-    setting, operator = table.setting, found[0].operator
+    """The schedules found and simple ones, and then the race; where none was found, under the paper's operator."""
+    setting, operator = table.setting, found[0].operator if found else Operator()
     if any(each.operator != operator for each in found):
         raise DiffRateError("the schedules have several operators; random ones can have only one")
-    names = ["search", *(f"search {i}" for i in range(2, len(found) + 1))]
-    for name, each in zip(names, found, strict=True):
-        table.measure(name, each, budget=budget)
+    names = ["search", *(f"search {i}" for i in range(2, len(found) + 1))][: len(found)]
+    references, words = dict(zip(names, found, strict=True)), operator.in_words()
+    for name, each in references.items():
+        table.measure(name, each, budget=budget, operator=words)
     others = simple_schedules(table, budget, operator)
     for name, each in others.items():
-        table.measure(name, each, budget=budget)
-    references = dict(zip(names, found, strict=True))
+        table.measure(name, each, budget=budget, operator=words)
     if control and CONTROL in others:
         references[CONTROL] = others[CONTROL]
-    cost = sum(diffrate.gmacs(setting.model, each) for each in found) / len(found)
+    if not references:
+        raise DiffRateError(f"there is nothing to race against at {budget:g} GMACs")
+    cost = sum(diffrate.gmacs(setting.model, each) for each in references.values()) / len(references)
     drawn = random_schedules(setting.model, cost, range(count), operator, last_is_free=True)
     began = time.monotonic()
     try:
@@ -262,7 +283,7 @@ def at_budget(
                 images=result.images,
             )
     for by, best in zip(MEASURES, result.best, strict=False):
-        table.measure(f"best random one by {by}", drawn[best], budget=budget, seed=best)
+        table.measure(f"best random one by {by}", drawn[best], budget=budget, operator=words, seed=best)
     if not result.complete:
         raise OutOfTimeError
 
@@ -305,6 +326,12 @@ def main() -> None:
         default=True,
         help="race the paper's counts too; fewer leave early with them",
     )
+    flags.add_argument(
+        "--operation",
+        choices=[*SEARCHED, BOTH],
+        default="merge",
+        help="how searches and random schedules remove tokens; with prune-merge the paper's counts race alone",
+    )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()
     with shared.ended_in_a_sentence():
@@ -316,6 +343,7 @@ def main() -> None:
             arguments.runners,
             arguments.seeds,
             arguments.control,
+            arguments.operation,
         )
 
 

@@ -32,7 +32,7 @@ from diffrate.methods import cost_of, settings_of
 from diffrate.models import load_model
 from diffrate.operator import Operator
 from diffrate.results import check_target, write_results
-from diffrate.searching.budget import parse_budgets
+from diffrate.searching.budget import parse_gmacs
 
 BATCH = 250
 
@@ -209,7 +209,7 @@ def setting(arguments: argparse.Namespace) -> Setting:
         search_data = search_datasets(model, arguments.data_dir, split=searched if inside else None)
     model.to(accelerator.device).eval()
     val = [(images.to(accelerator.device), labels.to(accelerator.device)) for images, labels in val]
-    budgets = [b.leading for b in parse_budgets(arguments.budgets, {"gmacs": diffrate.gmacs(model)})]
+    budgets = parse_gmacs(arguments.budgets, diffrate.gmacs(model))
     made = Setting(
         arguments.model, model, val, search_data, accelerator,
         budgets, arguments.steps, arguments.search_batch,

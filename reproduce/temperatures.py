@@ -5,8 +5,7 @@ make nearly all of it; answers that are softened by a temperature, as in distill
 count classes that no image has. Which of both weighs more, by the divergence and the loss on validation images, which
 are not softened: for each search, how many random schedules under its operator are better.
 
-Cost: a search for each temperature, seed and budget, and the random schedules on all validation images, which on an
-H200 are 140,000 images a second of the embedded model and 84,000 of ViT-Ti.
+Cost: a search for each temperature, seed and budget, and the random schedules on all validation images.
 
 Measured here: results/reproduce_embedded_temperatures_h200.json, ten classes, and
 results/reproduce_vit_tiny_temperatures_h200.json, a thousand.

@@ -6,7 +6,7 @@ those of DeiT-T close, those of DeiT-B clearly worse.
 
 Cost: a search for each budget, and a pass over the validation images for each family and budget.
 
-Measured here: results/reproduce_vit_tiny_transfer_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.044 with its
+Measured here: results/reproduce_vit_tiny_transfer_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.039 with its
 own counts, 0.045 with those of DeiT-T, 0.055 with those of DeiT-S and 0.057 with those of DeiT-B. The embedded model:
 results/reproduce_embedded_transfer_h200.json.
 

@@ -46,6 +46,7 @@ class Experiment:
     budgets: int = 1
     on: str = ""  # the model, where the files do not name it
     accuracy: bool = False  # whether the rows of its files should have one
+    remark: str = ""  # what a reader of its rows must know
 
 
 EXPERIMENTS = (
@@ -64,22 +65,31 @@ EXPERIMENTS = (
     ),
     Experiment("Training speed", "training_speed.py", "training_speed_*"),
     Experiment("Table 3, several constraints", "hardware_table.py", "hardware_*", accuracy=True),
-    Experiment("Ablation, sorting metric", "sorting_metric.py", "sorting_metric", BOTH, tuple(sorting_metric.PAPER), 3),
+    Experiment(
+        "Ablation, sorting metric", "sorting_metric.py", "sorting_metric", BOTH, tuple(sorting_metric.PAPER), 3,
+        remark="At the paper's counts for a model of this shape; the paper searched counts for each metric.",
+    ),
     Experiment(
         "Ablation, compression module", "operation_order.py", "operation_order", BOTH,
         (*operation_order.PAPER, *operation_order.MORE), 3,
+        remark="At the paper's counts for a model of this shape; the paper searched counts for each operation.",
     ),
     Experiment(
         "Ablation, number of images", "number_of_images.py", "number_of_images", BOTH,
         tuple(f"{count} images" for count in COUNTS if count <= SEARCH_IMAGES),
+        remark="One seed, at the tightest of three budgets; s: seconds of the search.",
     ),
     Experiment(
         "Ablation, optimisation time", "optimisation_time.py", "optimisation_time", BOTH,
         tuple(f"{steps} steps" for steps in optimisation_time.STEPS),
+        remark="One seed, at the tightest of three budgets; s: seconds of the search, which other work on the same GPU "
+        "makes longer.",
     ),
     Experiment(
         "Figure, 10,000 random schedules", "schedule_comparison.py", "schedule_comparison", BOTH,
         ("search", "the race by loss", "the race by divergence"), 3,
+        remark="The paper has three panels: pruning, merging, and both. Searches here merge; pruning alone, and both "
+        "under the paper's operator, where its own counts race, were run on the embedded model at one budget.",
     ),
     Experiment(
         "Figure, schedule transfer", "transfer.py", "transfer", BOTH,
@@ -105,6 +115,8 @@ EXPERIMENTS = (
     Experiment(
         "beyond the paper: how surely the operator is chosen", "operator_choice.py", "operator_choice", BOTH,
         tuple(f"seed {seed}" for seed in range(operator_choice.SEEDS)), 3,
+        remark="By how many standard errors the operator with a floor is better on held-out images, with answers at "
+        "the temperatures 1 to 4; above 1 a search takes it. The embedded model needs it and ViT-Ti does not.",
     ),
     Experiment(
         "beyond the paper: softened answers", "temperatures.py", "temperatures", BOTH,

@@ -111,16 +111,27 @@ def test_later_searches_take_the_first_ones_operator(load, monkeypatch: pytest.M
     assert asked == [(0, None), (1, first.operator), (2, first.operator)]
 
 
+def test_searches_that_prune_are_asked_to(load) -> None:
+    asked, found = [], Namespace(operator="its own")
+
+    def search(budget: float, seed: int = 0, operator: object = None) -> tuple[Namespace, float]:
+        asked.append((seed, operator))
+        return found, 1.0
+
+    load("schedule_comparison").searched(Namespace(search=search), 1.0, 2, Operator(operation="prune"))
+    assert asked == [(0, Operator(operation="prune")), (1, "its own")]
+
+
 def test_schedules_that_are_given_race_at_their_own_budget_and_others_are_searched_for(
     load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, model = load("schedule_comparison"), random_vit(depth=4)
     whole = diffrate.gmacs(model)
     loose, tight = (random_schedules(model, share * whole, [0])[0] for share in (0.8, 0.6))
-    raced, searched = [], []
-    monkeypatch.setattr(module, "at_budget", lambda *a: raced.append((a[2], a[3])))
+    raced, searched, controls = [], [], []
+    monkeypatch.setattr(module, "at_budget", lambda *a: (raced.append((a[2], a[3])), controls.append(a[5])))
     monkeypatch.setattr(
-        module, "searched", lambda _, budget, seeds: searched.append((budget, seeds)) or [loose]
+        module, "searched", lambda _, budget, seeds, how: searched.append((budget, seeds, how)) or [loose]
     )
     setting = Namespace(
         budgets=[0.8 * whole, 0.6 * whole], model=model, device=torch.device("cpu"), tables={},
@@ -128,38 +139,53 @@ def test_schedules_that_are_given_race_at_their_own_budget_and_others_are_search
     )  # fmt: skip
     module.run(setting, 3, [tight], seeds=2)
     assert raced == [(0.6 * whole, [tight]), (0.8 * whole, [loose])]
-    assert searched == [(0.8 * whole, 2)]
+    assert searched == [(0.8 * whole, 2, None)]
+    module.run(setting, 3, [tight], seeds=2, operation="prune")
+    assert searched[1:] == [(0.8 * whole, 2, Operator(operation="prune"))]
+    raced.clear()
+    controls.clear()
+    module.run(setting, 3, [tight], operation="prune-merge", control=False)  # where nothing is searched for
+    assert controls == [False, True]  # the paper's counts, where there is nothing else to race against
+    assert raced == [(0.6 * whole, [tight]), (0.8 * whole, [])]
+    assert len(searched) == 2
     setting.budgets = [0.7 * whole]
     with pytest.raises(diffrate.DiffRateError, match=r"a schedule costs .* GMACs, not "):
         module.run(setting, 3, [tight])
 
 
-@pytest.mark.parametrize("control", [True, False])
+@pytest.mark.parametrize(("searches", "control"), [(2, True), (2, False), (0, True)])
 def test_the_papers_counts_race_where_they_are_asked_to(
-    load, monkeypatch: pytest.MonkeyPatch, control: bool
+    load, monkeypatch: pytest.MonkeyPatch, searches: int, control: bool
 ) -> None:
     module, model = load("schedule_comparison"), random_vit(depth=4)
     budget = 0.7 * diffrate.gmacs(model)
-    found = random_schedules(model, budget, [0, 1])
+    found = random_schedules(model, budget, range(searches), fast.OPERATOR)
     papers = random_schedules(model, budget, [2])[0]
     measured, raced = [], []
 
     class StoppedError(Exception):
         pass
 
-    def race(_many: object, references: list[diffrate.Schedule], *_: object) -> None:
+    def race(
+        _many: object, references: list[diffrate.Schedule], drawn: list[diffrate.Schedule], _: object
+    ) -> None:
         raced.extend(references)
+        assert {each.operator for each in drawn} == {fast.OPERATOR if searches else Operator()}
         raise StoppedError
 
     monkeypatch.setattr(module, "race", race)
-    monkeypatch.setattr(module, "simple_schedules", lambda *_: {"others": found[0], module.CONTROL: papers})
+    monkeypatch.setattr(module, "simple_schedules", lambda *_: {"others": papers, module.CONTROL: papers})
     table = Namespace(
         setting=Namespace(model=model, check_time=None), measure=lambda name, *_, **__: measured.append(name)
     )
     with pytest.raises(StoppedError):
         module.at_budget(table, None, budget, found, 3, control)
     assert raced == ([*found, papers] if control else found)
-    assert measured == ["search", "search 2", "others", module.CONTROL]
+    assert measured == [*["search", "search 2"][:searches], "others", module.CONTROL]
+    if not searches:
+        monkeypatch.setattr(module, "simple_schedules", lambda *_: {})
+        with pytest.raises(diffrate.DiffRateError, match="nothing to race against"):
+            module.at_budget(table, None, budget, found, 3, control)
 
 
 def moments(means: list[float], n: int, deviation: float) -> torch.Tensor:

@@ -21,6 +21,7 @@ PARTS = {
     "many_schedules",
     "turns",
     "markdown_table",
+    "in_short",
     "what_was_run",
     "kernels_alone",
 }  # of other files
@@ -101,7 +102,7 @@ def test_commands_exist_and_write_where_the_page_looks(name: str, monkeypatch: p
         if "shared.parser(" in text or "from setting import" in text:
             text += FILES["setting"].read_text(encoding="utf-8")
         for flag in [word for word in words if word.startswith("--")]:
-            assert f'"{flag}"' in text, flag
+            assert f'"{flag.replace("--no-", "--")}"' in text, flag
         if "--json" in words:
             folder, _, file = words[words.index("--json") + 1].partition("/")
             assert folder == "results"

@@ -1,0 +1,224 @@
+"""The first part of docs/how_good.md: what the tables below it come to, in sentences that the results write.
+
+A method counts as behind the search where the 95 % interval of a paired difference has one sign: in top-1, or in loss
+alone, which is less noisy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import markdown_table
+
+from diffrate.methods import METHODS
+
+RANDOM = 10_000  # schedules of a race that is listed
+
+Records = dict[Path, dict[str, Any]]
+Row = dict[str, Any]
+
+SHORT = """\
+## In short
+
+At equal MACs on the same images; "behind" and "ahead" where a 95 % interval of the paired difference has one sign:
+"""
+TABLE = """\
+All methods: points of top-1 and rise of the loss against the uncompressed model; * is behind the search in top-1, \
+° in loss alone. "The search's operator" is a method's counts under the operator of the search. Intervals, commands \
+and all other tables are below. \
+How fast other models are: [speed.md](speed.md), and [training.md](training.md) for training; budgets in time and \
+power, Table 3 among them: [budgets.md](budgets.md); segmentation: [models.md](models.md).
+"""
+IN_MIND = """\
+What to keep in mind:
+
+- One real model, ViT-Ti, with 2,000 ImageNet images to measure on, and one small model of our own; none of the \
+paper's models on its data ([what was run](#what-was-run-and-what-was-not)).
+- The operator of the search was chosen by the divergence on search images, with its numbers on the validation images \
+in view: rows of ViT-Ti may be a little optimistic.
+- Most of what is gained over the paper's schedule on ViT-Ti is the operator's, as the row of its counts under the \
+search's operator says.
+- Merging by cost takes time that pruning does not: on this small model, at equal speed, searched schedules and \
+the paper's lie on one line.
+- Schedules run through kernels of ours; EViT, ToMe and the other rules run as torch has them. All of these, but not \
+the whole model and lower resolution, cut their patches by a product, which is faster ([speed.md](speed.md)).
+- A search is that of the commit which its file names. Those of Table 2, of the softened answers, of beginnings on \
+a CPU and of `diffrate compare` there are of earlier ones.
+"""
+
+
+def lines(records: Records, with_table: Callable[[Records, str], list[tuple[Path, Row]]]) -> Iterator[str]:
+    """The answer, the races, all methods at a glance, and what to keep in mind."""
+    found = [(path, r) for path, r in with_table(records, "off_the_shelf") if measured(r["results"])]
+    if not found:
+        return
+    compared = timed_on_gpu(records)
+    yield headline(found[0][1]["results"], [record["results"] for record in compared.values()])
+    yield SHORT
+    yield "\n".join(line for _, record in found for line in against_the_search(record["results"])) + "\n"
+    for path, record in compared.items():
+        yield speeds(path, record["results"], record["device"]) + "\n"
+    raced = [(record["results"], table) for _, record in with_table(records, "schedule_comparison")
+             if (table := record["results"]["tables"]["schedule_comparison"])]  # fmt: skip
+    if raced:
+        yield "\n".join(ranks(raced)) + "\n"
+    yield TABLE
+    for _, record in found:
+        yield "\n".join(all_methods(record["results"])) + "\n"
+    yield "\n".join(f"- `{m.name}`: {m.line}" for m in METHODS.values() if not m.trained) + "\n"
+    yield IN_MIND
+
+
+def measured(results: Row) -> list[Row]:
+    return [row for row in results["tables"]["off_the_shelf"]["rows"] if "points" in row]
+
+
+def timed_on_gpu(records: Records) -> Records:
+    """Comparisons with their speed on a GPU: these have a plot beside them."""
+    return {
+        path: record for path, record in records.items()
+        if path.name.startswith("compare_") and "NVIDIA" in record["device"]
+        and record["results"]["uncompressed"].get("speed")
+    }  # fmt: skip
+
+
+def headline(results: Row, compared: Sequence[Row]) -> str:
+    """What the search loses at the tightest budget, how fast it is there, and what a few others lose."""
+    rows = measured(results)
+    tightest = min(row["budget"] for row in rows)
+    at = {row["name"]: row["points"] for row in rows if row["budget"] == tightest}
+    others = ("published", "tome", "evit", "resolution")
+    said = [f"{name} {at[name]:+.2f}" for name in others if name in at]
+    fast = [
+        row["speed"]["of_uncompressed"] for each in compared if each["model"] == results["model"]
+        for row in each["rows"] if row["method"] == "searched" and row["budget"] == tightest and row.get("speed")
+    ]  # fmt: skip
+    speed = f", and it runs {fast[0]:.2f} times as fast" if fast else ""
+    own = f"{at['search']:+.2f}" if "search" in at else "not measured"
+    return (
+        f"**{results['model']} at {100 * tightest / results['gmacs']:.0f} % of its MACs, its weights untouched: "
+        f"{own} points of top-1 by a search{speed}.** Others at the same MACs: {', '.join(said) or 'none'}.\n"
+    )
+
+
+def against_the_search(results: Row) -> Iterator[str]:
+    """A line a budget: what the search loses, and who is behind it."""
+    rows = measured(results)
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        at = [row for row in rows if row["budget"] == budget]
+        own = next((row for row in at if row["name"] == "search"), None)
+        if own is None:
+            continue
+        low, high = own["points_interval"]
+        sides = {
+            words: [shown(row["name"]) for row in at if "to_search" in row and side(row) == words]
+            for words in SIDES
+        }
+        said = "; ".join(f"{words}: {', '.join(names)}" for words, names in sides.items() if names)
+        yield (
+            f"- {results['model']} at {budget:.3g} GMACs, {100 * budget / results['gmacs']:.0f} % of them: the search "
+            f"changes top-1 by {own['points']:+.2f} points [{low:+.2f}, {high:+.2f}]. {said[:1].upper()}{said[1:]}."
+        )
+
+
+def shown(name: str) -> str:
+    """A row's name where commas stand between names."""
+    return name.replace(", the search's operator", " under the search's operator")
+
+
+SIDES = ("behind it in top-1", "behind it in loss alone", "ahead of it", "not told from it")
+
+
+def side(row: Row) -> str:
+    """Which of SIDES a row is on, by its paired difference to the search."""
+    low, high = row["to_search"]["points_interval"]
+    less, more = row["to_search"]["loss_interval"]
+    if high < 0:
+        return SIDES[0]
+    if low > 0 or more < 0:
+        return SIDES[2]
+    return SIDES[1] if less > 0 else SIDES[3]
+
+
+def speeds(path: Path, results: Row, device: str) -> str:
+    """How many times as fast as the uncompressed model every method was, at each budget."""
+    whole, rows = results["uncompressed"], results["rows"]
+    of = {(row["method"], row["budget"]): row["speed"]["of_uncompressed"] for row in rows if row.get("speed")}
+    methods, budgets = (list(dict.fromkeys(key[i] for key in of)) for i in range(2))
+    each = "; ".join(
+        f"{method} {', '.join(f'{of[method, b]:.2f}' if (method, b) in of else 'none' for b in budgets)}"
+        for method in methods
+    )
+    how = whole["speed"]
+    return (
+        f"Images per second, on an {device} ({how['mode']}, {how['dtype']}, {how['batch_size']} images a batch), as "
+        f"multiples of the uncompressed {results['model']}'s {how['images_per_second']:,.0f}, at "
+        f"{', '.join(f'{b:.3g}' for b in budgets)} GMACs: {each} ([file](../results/{path.name})). "
+        f"By speed in place of MACs, no row is as fast as these and higher in top-1: {front(rows)}.\n\n"
+        f"![Accuracy against MACs, and against images per second](../results/{path.with_suffix('.png').name})"
+    )
+
+
+def front(rows: Sequence[Row]) -> str:
+    """The rows that no other beats in speed and top-1 at once, from the slowest on."""
+    timed = [row for row in rows if row.get("speed")]
+
+    def beats(other: Row, row: Row) -> bool:
+        mine, its = ((each["speed"]["of_uncompressed"], each["top1"]) for each in (other, row))
+        return mine != its and mine[0] >= its[0] and mine[1] >= its[1]
+
+    best = [row for row in timed if not any(beats(other, row) for other in timed)]
+    best.sort(key=lambda row: row["speed"]["of_uncompressed"])
+    return ", ".join(
+        f"{row['method']} at {row['budget']:.3g} ({row['speed']['of_uncompressed']:.2f}, "
+        f"{row['to_uncompressed']['top1_difference']:+.2f} points)"
+        for row in best
+    )
+
+
+def ranks(raced: Sequence[tuple[Row, Row]]) -> Iterator[str]:
+    """How many of the random schedules are better than each search, a line for each race that was run to its end."""
+    yield "Of 10,000 random schedules of the same MACs and operator, so many beat the searches of several seeds:\n"
+    rows = []
+    for results, table in raced:
+        races = [
+            row for row in table["rows"]
+            if "better" in row and row["complete"] and row["schedules"] == RANDOM and row["search"].startswith("search")
+        ]  # fmt: skip
+        words = {row["budget"]: row["operator"] for row in table["rows"] if "operator" in row}
+        for budget in dict.fromkeys(row["budget"] for row in races):
+            at = [row for row in races if row["budget"] == budget]
+            pruned = ", pruning alone" if words.get(budget) == "operation prune" else ""
+            counts = [
+                ", ".join(f"{row['better']:,}" for row in at if row["name"].endswith(by))
+                for by in ("loss", "divergence")
+            ]
+            images = f"{results['uncompressed']['images']:,}"
+            share = f"{100 * budget / results['gmacs']:.0f} %"
+            rows.append([results["model"] + pruned, f"{budget:.3g} ({share})", images, *counts])
+    header = ("", "GMACs", "images", "by loss", "by divergence from the whole model")
+    yield from markdown_table.lines(header, rows)
+    yield "\nA hundred are 1 %. Where budgets are loose, few images rank by chance: see the same searches on more."
+
+
+MARKS = {SIDES[0]: "*", SIDES[1]: "°"}
+
+
+def all_methods(results: Row) -> Iterator[str]:
+    rows = measured(results)
+    names, budgets = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "budget"))
+    at = {
+        (row["name"], row["budget"]): f"{row['points']:+.2f}, {row['loss_rise']:+.3f}"
+        + (MARKS.get(side(row), "") if "to_search" in row else "")
+        for row in rows
+    }
+    whole = results["uncompressed"]
+    header = (
+        f"{results['model']}, top-1 {whole['top1']:.2f}",
+        *(f"{budget:.3g} GMACs" for budget in budgets),
+    )
+    yield from markdown_table.lines(
+        header, ([name, *(at.get((name, b), "") for b in budgets)] for name in names)
+    )

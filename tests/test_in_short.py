@@ -1,0 +1,116 @@
+"""The first part of docs/how_good.md: who is behind the search, how fast it is, and its rank among random schedules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from test_page import ORIGIN, measured, written
+
+
+def to_search(points: tuple[float, float], loss: tuple[float, float]) -> dict[str, Any]:
+    middle = {"points": sum(points) / 2, "loss_difference": sum(loss) / 2, "mcnemar_p": 0.5}
+    return {**middle, "points_interval": points, "loss_interval": loss}
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        measured("search", 0.9, points=0.1),
+        measured("search", 0.5, points=-0.85, points_interval=[-1.7, 0.05]),
+        measured("tome", 0.5, points=-3.95, to_search=to_search((-4.0, -0.1), (0.1, 0.2))),
+        measured("evit", 0.5, to_search=to_search((-1.0, 0.1), (0.01, 0.2))),
+        measured("random, the search's operator", 0.5, to_search=to_search((-1.0, 0.1), (-0.01, 0.2))),
+        measured("published", 0.5, points=0.5, to_search=to_search((0.1, 0.2), (-0.01, 0.2))),
+        measured("resolution", 0.5, to_search=to_search((-0.1, 0.2), (-0.02, -0.01))),
+    ]
+
+
+def test_who_is_behind_the_search_and_who_cannot_be_told_from_it(load, tmp_path: Path) -> None:
+    written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": rows()}})
+    text = load("page").page(tmp_path)
+    assert (
+        "- embedded at 0.5 GMACs, 50 % of them: the search changes top-1 by -0.85 points [-1.70, +0.05]. Behind it in "
+        "top-1: tome; behind it in loss alone: evit; ahead of it: published, resolution; not told from it: random "
+        "under the search's operator.\n"
+    ) in text
+    assert (
+        "**embedded at 50 % of its MACs, its weights untouched: -0.85 points of top-1 by a search.**" in text
+    )
+    assert "Others at the same MACs: published +0.50, tome -3.95, evit -1.50, resolution -1.50.\n" in text
+    assert "| tome |  | -3.95, +0.100* |\n| evit |  | -1.50, +0.100° |\n" in text
+    assert "- `tofu`: ToMe with ToFu's norm-preserving merging" in text
+
+
+def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path) -> None:
+    written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": rows()}}, "small")
+    speed = {"mode": "eager", "dtype": "float16", "batch_size": 100, "images_per_second": 12345.0}
+    to = {"top1_difference": -0.5, "top1_interval": [-1.0, 0.0]}
+    to |= {"loss_difference": 0.1, "loss_interval": [0.0, 0.2]}
+    row = {"gmacs": 0.5, "top1": 80.0, "to_uncompressed": to, "to_first": None, "note": "", "settings": {}}
+    compared = [
+        {**row, "method": name, "budget": budget, "top1": top1, "speed": {**speed, "of_uncompressed": of}}
+        for name, budget, of, top1 in (
+            ("searched", 0.9, 1.1, 79.0),
+            ("searched", 0.5, 1.8, 80.0),
+            ("tome", 0.5, 0.7, 81.0),
+        )
+    ]
+    whole = {"gmacs": 1.0, "top1": 80.5, "loss": 0.3, "images": 10, "speed": speed}
+    results = {"model": "small", "uncompressed": whole, "rows": compared, "left_out": []}
+    record = {**ORIGIN, "device": "NVIDIA X", "results": results}
+    (tmp_path / "compare_x_h200.json").write_text(json.dumps(record))
+    page = load("page")
+    text = page.page(tmp_path)
+    assert "-0.85 points of top-1 by a search, and it runs 1.80 times as fast.**" in text
+    assert (
+        "Images per second, on an NVIDIA X (eager, float16, 100 images a batch), as multiples of the uncompressed "
+        "small's 12,345, at 0.9, 0.5 GMACs: searched 1.10, 1.80; tome none, 0.70 "
+        "([file](../results/compare_x_h200.json)). "
+        "By speed in place of MACs, no row is as fast as these and higher in top-1: tome at 0.5 (0.70, -0.50 points), "
+        "searched at 0.5 (1.80, -0.50 points).\n"
+    ) in text
+    assert "(../results/compare_x_h200.png)" in text
+    page.draw(tmp_path)
+    assert (tmp_path / "compare_x_h200.png").stat().st_size > 1000
+    other = {**record, "results": {**results, "model": "another", "rows": compared[2:]}}
+    (tmp_path / "compare_a_h200.json").write_text(json.dumps(other))  # read first
+    assert "by a search, and it runs 1.80 times as fast.**" in page.page(tmp_path)
+    (tmp_path / "compare_a_h200.json").unlink()
+    untimed = {**results, "uncompressed": {**whole, "speed": None}}
+    (tmp_path / "compare_x_h200.json").write_text(json.dumps({**record, "results": untimed}))
+    assert "Images per second, on an" not in page.page(tmp_path)
+    record["device"] = "x86_64 CPU"
+    (tmp_path / "compare_x_h200.json").write_text(json.dumps(record))
+    assert "Images per second, on an" not in page.page(tmp_path)
+
+
+def test_ranks_are_those_of_searches_in_races_that_were_run_to_their_end(load, tmp_path: Path) -> None:
+    race = {"budget": 0.5, "schedules": 10000, "rank_percent": 0.1, "seconds": 1.0, "runners": 1}
+    race |= {"entered": [10000], "images": [10], "audited": 0, "audited_better": 0, "most_missed": 0}
+
+    def raced(
+        search: str, loss: int, divergence: int, complete: bool = True, **more: Any
+    ) -> list[dict[str, Any]]:
+        each = {"loss": loss, "divergence": divergence}
+        return [
+            {**race, "name": f"the race by {by}", "search": search, "better": n, "complete": complete, **more}
+            for by, n in each.items()
+        ]
+
+    shelf = {"off_the_shelf": {"rows": rows()}}
+    races = [*raced("search", 5, 0), *raced("search 2", 1234, 1), *raced("the paper's counts", 4000, 5000)]
+    late = raced("search", 7, 8, complete=False, budget=0.3)
+    few = raced("search", 7, 8, budget=0.2, schedules=500)
+    papers = raced("the paper's counts", 7, 8, budget=0.1)
+    table = {"rows": [*races, *late, *few, *papers]}
+    written(tmp_path, "reproduce_a.json", {**shelf, "schedule_comparison": table})
+    pruned = [measured("search", 0.5, operator="operation prune"), *raced("search", 300, 200)]
+    written(tmp_path, "reproduce_b.json", {"schedule_comparison": {"rows": pruned}})
+    lines = load("page").page(tmp_path).splitlines()
+    start = lines.index("|  | GMACs | images | by loss | by divergence from the whole model |")
+    assert lines[start + 2 : start + 5] == [
+        "| embedded | 0.5 (50 %) | 10 | 5, 1,234 | 0, 1 |",
+        "| embedded, pruning alone | 0.5 (50 %) | 10 | 300 | 200 |",
+        "",
+    ]
