@@ -6,6 +6,7 @@ need: a refusal takes a quarter of a second. It must end well or with exit code 
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -188,9 +189,11 @@ def run_alone(
     said = folder.with_suffix(".txt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of newer Pythons, about forks
+        gc.freeze()  # what other tests have left is not for the child to collect
         child = os.fork()
     if child == 0:
         _as_a_program(folder, said, arguments, before)
+    gc.unfreeze()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)

@@ -37,6 +37,8 @@ from diffrate.models import first_line
 
 # Torch's words, in a plain RuntimeError, where a worker of a loader is gone.
 DEAD_WORKER = "DataLoader worker"
+# What fails without harm where a dead process breaks a loader off: torch puts it away, a thread of it starts.
+BROKEN_OFF = ("_MultiProcessingDataLoaderIter.__del__", "Thread._bootstrap")
 INTERRUPTED = 130  # the exit code, as shells have it
 
 app = typer.Typer(
@@ -166,8 +168,8 @@ def _show_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _show_unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Of what was raised where nobody can catch it, all but a thread whose start was broken off by a dead process."""
-    if getattr(what.object, "__qualname__", None) != "Thread._bootstrap":
+    """Of what was raised where nobody can catch it, all but what is left of a loader that was broken off."""
+    if getattr(what.object, "__qualname__", None) not in BROKEN_OFF:
         sys.__unraisablehook__(what)
 
 
