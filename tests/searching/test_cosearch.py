@@ -10,8 +10,10 @@ from PIL import Image
 
 import diffrate
 from conftest import TINY_FLAGS, check_refused, random_vit
+from diffrate import embedded
 from diffrate.costs import Design, GemminiCost, Workload
 from diffrate.costs.gemmini import buildable_designs
+from diffrate.errors import DiffRateError
 from diffrate.searching import cosearch as cosearching
 from diffrate.searching.budget import Budget
 from diffrate.searching.hardware import HardwareSearch
@@ -245,3 +247,21 @@ def test_cosearch_mistakes(tmp_path, diffrate_cli):
     check_refused(diffrate_cli(*flags, "--budget", "2ms", "--estimator", "magic"), "priced, paper")
     check_refused(diffrate_cli(*flags, "--budget", "2ms", "--largest-array", 2), "the smallest is 4x4")
     assert not (tmp_path / "co").exists()
+
+
+def test_cosearch_of_the_embedded_model_learns_on_its_images(tmp_path, diffrate_cli, monkeypatch):
+    asked = []
+
+    def stopped(model, data, budget, **options):
+        asked.append((data, options))
+        raise DiffRateError("far enough")
+
+    monkeypatch.setattr("diffrate.cli.cosearch.cosearch", stopped)
+    flags = ["cosearch", "--model", "embedded", "--budget", "3ms", "--output", tmp_path / "co"]
+    check_refused(diffrate_cli(*flags), "far enough")
+    diffrate.Schedule((197, *[99] * 11), (197, *[99] * 11)).save(tmp_path / "s.json")
+    check_refused(diffrate_cli(*flags, "--schedule", tmp_path / "s.json"), "far enough")
+    (learned, options), (moved, _) = asked
+    assert [len(each) for each in learned] == [embedded.SPLITS["search"]] * 2  # augmented, and as they are
+    assert options["origin"]["dataset"] == embedded.NAME
+    assert moved is None  # counts that are given are moved where no images are

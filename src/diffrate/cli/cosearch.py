@@ -98,9 +98,10 @@ def cosearch_command(
     """Learn compression rates and a Gemmini design together, in turns.
 
     With images (--data-dir or --dataset) the rates are learned; without, those of --schedule are moved onto the
-    budget, which needs no weights. The table that is printed has the whole model, EViT and the schedule
-    on Gemmini's default design, at MACs as in the paper's table, and what the co-search found. Power is
-    energy over one period for all rows: that of the whole model on the default design.
+    budget, which needs no weights. The embedded model learns on the images that ship. The table that is printed
+    has the whole model, EViT and the schedule on Gemmini's default design, at MACs as in the paper's table, and
+    what the co-search found. Power is energy over one period for all rows: that of the whole model on the
+    default design.
 
     Several processes: accelerate launch -m diffrate cosearch …
 
@@ -116,6 +117,8 @@ def cosearch_command(
     )  # for weights that are not given: every process, and a resumed run, must have the same
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
     start = None if schedule is None else o.read_schedule(schedule, whole, model)
+    if start is None:
+        dataset = o.dataset_for(model, dataset, data_dir)
     accelerator = start_accelerator(where, "fp16" if where.type == "cuda" else "no", None, output)
     main = accelerator.is_main_process
     data: Any = None
