@@ -67,11 +67,6 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                     "row": error((logits.double() * 0.6931471805599453).softmax(-1)[:, :, 0], row.double()),
                     "importance": error(importance, row.mean(1).double()),
                 }
-                if size is not None:
-                    *wide_pair, wide_logits = torch.ops.diffrate.widen(q, k, size, d**-0.5, True)
-                    wide_mixed = F.scaled_dot_product_attention(*wide_pair, v, scale=d**-0.5)
-                    errors["wide"] = error(wide_mixed, wanted) / 8
-                    errors["wide row"] = error(wide_logits, logits.double()) / 8
                 if size is not None and n <= ops.MOST_KEYS and d <= 64:
                     learned, learned_logits, log_sum = torch.ops.diffrate.attend_training(
                         q, k, v, size, d**-0.5, True
@@ -161,8 +156,6 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         kinds: dict[str, Callable[[], Any]] = {
             "sdpa": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
             "sdpa + bias": lambda a=attention, b=bias: mix(a, b),
-            "widen": lambda q=q, k=k, s=size, c=scale: ops.widen(q, k, s, c, False),
-            "widen, with the class row, and sdpa": lambda a=attention, s=size: kernels._mix_wide(a, s, True),
             "query_logits, class": lambda q=q, k=k, s=size, c=scale: ops.query_logits(q, k, s, c, 1, 0),
             "query_logits, 15 more": lambda q=q, k=k, s=size, c=scale: ops.query_logits(q, k, s, c, 1, 15),
             "attend, with that row": lambda q=q, k=k, v=v, s=size, c=scale: ops.attend(q, k, v, s, c, True),
@@ -188,26 +181,30 @@ def kernel_times(device: torch.device, batch: int) -> Iterator[dict[str, Any]]:
         size = 1 + 3 * torch.rand(b, n, device=device)
         importance, order = ops.rank(logits, 1, 0.0)
         affine = [torch.ones(c, device=device, dtype=torch.float16)] * 2
-        prune, keep, full = n - 10, n - 20, x.float()
+        prune, keep, full, length = n - 10, n - 20, x.float(), ops.lengths(x)
         tokens = Tokens(full, 1, size)
+
+        def reduce(
+            x: Tensor, p: int, *how: Any, given: Any = (importance, order, size, length), k: int = keep
+        ) -> Any:
+            return ops.reduce(x, *given, 1, p, k, *how)
+
         parts: dict[str, Callable[[], Any]] = {
             "rank": lambda logits=logits: ops.rank(logits, 1, 0.0),
             "rank, 15 more": lambda logits=more: ops.rank(logits, 1, 0.2),
-            "match": lambda x=x, o=order, k=keep: ops.match(x, o, 1, k, 10),
-            "reduce (match, assemble)": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep: (
-                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0, False)
+            "sum": lambda x=x: x + x,
+            "sum, measured": lambda x=x: ops.add_measured(x, x),
+            "match": lambda x=x, o=order, m=length, k=keep: ops.match(x, o, m, 1, k, 10),
+            "reduce (match, assemble)": lambda r=reduce, x=x, p=prune: r(x, p, "plain", False, 0.0, False),
+            "reduce and norm": lambda r=reduce, x=x, p=prune, w=affine: r(
+                x, p, "plain", False, 0.0, False, *w, 1e-6
             ),
-            "reduce and norm": lambda x=x, i=importance, o=order, s=size, p=prune, k=keep, w=affine: (
-                ops.reduce(x, i, o, s, 1, p, k, "plain", False, 0.0, False, *w, 1e-6)
+            "reduce, merge by cost": lambda r=reduce, x=x, n=n: r(x, n, "attention", True, 0.0, False),
+            "reduce, merge by cost, norms kept": lambda r=reduce, x=x, n=n: r(
+                x, n, "attention", True, 0.0, True
             ),
-            "reduce, merge by cost": lambda x=x, i=importance, o=order, s=size, n=n, k=keep: ops.reduce(
-                x, i, o, s, 1, n, k, "attention", True, 0.0, False
-            ),
-            "reduce, merge by cost, norms kept": lambda x=x, i=importance, o=order, s=size, n=n, k=keep: (
-                ops.reduce(x, i, o, s, 1, n, k, "attention", True, 0.0, True)
-            ),
-            "reduce, merge by cost, norms kept, fp32": lambda x=full, i=importance, o=order, s=size, n=n, k=keep: (
-                ops.reduce(x, i, o, s, 1, n, k, "attention", True, 0.0, True)
+            "reduce, merge by cost, norms kept, fp32": lambda r=reduce, x=full, n=n: r(
+                x, n, "attention", True, 0.0, True
             ),
             "reduce, merge by cost, norms kept, fp32, plain": lambda t=tokens, i=importance, n=n, k=keep: (
                 reduce_tokens(t, i[:, 1:], n, k, OPERATOR)

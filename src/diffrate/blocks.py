@@ -83,7 +83,9 @@ def attend_and_rank(
         if kernels.fast(tokens, operator):
             mixed, logits = kernels.attend_and_score(attention, size, bias, tokens.prefix, operator)
             ranked = kernels.rank(logits, tokens.prefix, operator, tokens.importance)
-            return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), ranked
+            if backbone.norms(i) is None:
+                return tokens.with_features(backbone.close_attention(i, tokens.x, mixed)), ranked
+            return kernels.add_measured(tokens, backbone.attention_update(i, tokens.x, mixed)), ranked
         bias = attention.logit_bias(bias)
         if operator.importance == "image-attention":  # needs every row of the matrix: mix by it as well
             weights = ranking.attention_weights(attention.q, attention.k, attention.scale, bias)

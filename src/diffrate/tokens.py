@@ -44,6 +44,7 @@ class Tokens:
     size     (B, N) patches a token stands for, or None while every token still stands for itself alone.
     log_size  (B, N) its logarithm, where whoever made the size made that as well.
     normed   (B, N, C) what the norm that comes next makes of x, where whoever made x made that as well.
+    length   (B, N) how long its features are, where whoever made x measured that as well.
     importance  (B, N) what a token's was where it was last asked for, that of its members together; None for operators
              without a memory.
     patches  (B, P) for each input patch the index of its token in the sequence, or None when nobody asked.
@@ -61,6 +62,7 @@ class Tokens:
     grid: tuple[int, int] | None = None
     log_size: Tensor | None = None
     normed: Tensor | None = None
+    length: Tensor | None = None
     importance: Tensor | None = None
 
     @property
@@ -68,7 +70,7 @@ class Tokens:
         return self.x.shape[1]
 
     def with_features(self, x: Tensor) -> Tokens:
-        return replace(self, x=x, normed=None)
+        return replace(self, x=x, normed=None, length=None)
 
     def sizes(self) -> Tensor:
         """(B, N) sizes, ones where nothing was merged yet."""
@@ -94,6 +96,7 @@ def rows(tokens: Tokens, chosen: slice | Tensor) -> Tokens:
         positions=None if tokens.positions is None else tokens.positions.rows(chosen),
         log_size=None if tokens.log_size is None else tokens.log_size[chosen],
         normed=None if tokens.normed is None else tokens.normed[chosen],
+        length=None if tokens.length is None else tokens.length[chosen],
         importance=None if tokens.importance is None else tokens.importance[chosen],
     )
 

@@ -6,8 +6,6 @@ from kernel_inputs import DEVICE, HALF, heads_of, probabilities, randn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from diffrate.kernels import ops
-
 
 def slow_row(q, k, size, scale):
     """The class token's attention in fp64, without softmax."""
@@ -93,33 +91,6 @@ def test_attention_in_training_and_its_gradient(b, heads, n, d, dtype):
     row = slow_row(q.detach(), k.detach(), size, 3 * d**-0.5)
     torch.testing.assert_close(probabilities(logits.detach())[:, :, 0], row, rtol=1e-4, atol=1e-6)
     assert torch.ops.diffrate.attend_training(q, k, v, size, d**-0.5, False)[1].numel() == 0
-
-
-@pytest.mark.parametrize(("b", "heads", "n", "d"), [(1, 1, 1, 64), (2, 3, 37, 64), (1, 2, 70, 80)])
-def test_wide_queries_and_keys_have_the_sizes_in_their_products(b, heads, n, d):
-    q, k, v = heads_of(b, heads, n, d)
-    size = 10 ** (4 * torch.rand(b, n, generator=torch.Generator().manual_seed(2))).to(DEVICE)
-    wide_q, wide_k, logits = torch.ops.diffrate.widen(3 * q, k, size, d**-0.5, True)
-    assert wide_q.shape == wide_k.shape == (b, heads, n, d + ops.EXTRA)
-    assert torch.equal(wide_q[..., :d], 3 * q)
-    assert torch.equal(wide_k[..., :d], k)
-    mixed = torch.nn.functional.scaled_dot_product_attention(wide_q, wide_k, v, scale=d**-0.5)
-    wanted = slow_attention(3 * q, k, v, size, d**-0.5)
-    torch.testing.assert_close(mixed.double(), wanted, rtol=1e-4, atol=1e-5)
-    row = slow_row(3 * q, k, size, d**-0.5)
-    torch.testing.assert_close(probabilities(logits)[:, :, 0], row, rtol=1e-4, atol=1e-6)
-    assert torch.ops.diffrate.widen(q, k, size, d**-0.5, False)[2].numel() == 0
-
-
-def test_wide_keys_in_half_precision_hold_what_rounding_left():
-    q, k, _ = heads_of(1, 2, 50, 64, torch.float16)
-    size = 1 + 300 * randn(1, 50, seed=1).abs()
-    wide_q, wide_k, _ = torch.ops.diffrate.widen(q, k, size, 0.125, False)
-    added = (
-        wide_q.double() @ wide_k.double().transpose(-2, -1) - q.double() @ k.double().transpose(-2, -1)
-    ) * 0.125
-    wanted = size.double().log()[:, None, None].expand_as(added)
-    torch.testing.assert_close(added, wanted, rtol=0, atol=1e-5)  # fp16 alone has 5.6 to within 0.002
 
 
 @pytest.mark.parametrize("dtype", HALF)

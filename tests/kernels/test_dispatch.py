@@ -12,7 +12,7 @@ from conftest import random_vit
 from diffrate import DiffRateError, Operator, Schedule, kernels
 from diffrate.backbones import backbone_of
 from diffrate.backbones.base import Attention
-from diffrate.kernels import ops
+from diffrate.kernels import ops, removal
 from diffrate.mixing import mix
 from diffrate.searching.many import logits_of_many
 from diffrate.tokens import Tokens, start
@@ -103,21 +103,6 @@ def test_both_paths_give_the_same_logits(model, images, calls, changes, path, fe
     torch.testing.assert_close(ours, plain(fast, images), rtol=1e-4, atol=1e-4)
     assert tokens.count == 3
     assert len(calls) == 3
-
-
-def test_many_images_attend_without_a_bias(model, images, monkeypatch):
-    if DEVICE == "cuda" and not kernels._prefers_cudnn():
-        pytest.skip("on this GPU attention is not cuDNN's")
-    widened, widen = [], ops.widen
-    monkeypatch.setattr(ops, "widen", lambda *given: widened.append(given[-1]) or widen(*given))
-    monkeypatch.setattr(kernels, "FEW_HEADS", 0)
-    dtype, close = (torch.float16, 0.1) if DEVICE == "cuda" else (torch.float32, 1e-4)  # as cuDNN has it
-    fast, images = diffrate.compress(model.to(dtype), SCHEDULE), images.to(dtype)
-    with torch.no_grad():
-        ours = fast.forward_tokens(images)
-    assert widened == [False, True]  # once tokens have sizes: what removes nothing, and what ranks as well
-    with kernels.using("plain"), torch.no_grad():
-        torch.testing.assert_close(ours.x, fast.forward_tokens(images).x, rtol=close, atol=close)
 
 
 def test_attention_in_training_is_one_kernel_once_tokens_have_sizes(model, images, monkeypatch):
@@ -294,3 +279,16 @@ def test_exports_with_the_kernels(images):
         exported = torch.export.export(fast, (images[:2],), dynamic_shapes=({0: batch},))
         assert sum("diffrate.reduce" in str(node.target) for node in exported.graph.nodes) == 1
         torch.testing.assert_close(exported.module()(images), fast(images), rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_are_measured_where_attention_is_added(model, images, monkeypatch):
+    added, add = [], ops.add_measured
+    monkeypatch.setattr(ops, "add_measured", lambda *given: added.append(1) or add(*given))
+    measured, lengths = [], removal.lengths
+    monkeypatch.setattr(removal, "lengths", lambda *given: measured.append(1) or lengths(*given))
+    fast = diffrate.compress(model, Schedule([17, 15, 11, 6], [17, 12, 9, 3]))
+    with torch.no_grad():
+        fast(images)
+    assert (len(added), len(measured)) == (2, 0)  # blocks 1 and 2; block 3 runs for the class token alone
+    fast(images)
+    assert (len(added), len(measured)) == (2, 2)  # in training a sum is torch's

@@ -96,7 +96,9 @@ def agree(x, size, logits, importance, prefix, prune, merge, operator, tolerance
         (90, 1, 85, 80, 80),  # several tiles of targets
     ],
 )
-def test_reduction_is_the_twins(operator, n, prefix, prune, merge, c, sized):
+@pytest.mark.parametrize("many", [False, True])
+def test_reduction_is_the_twins(operator, n, prefix, prune, merge, c, sized, many, monkeypatch):
+    monkeypatch.setattr(removal, "MANY", 1 if many else 32)
     logits, importance = scores(2, n)
     size = 1 + 3 * randn(2, n, seed=5).abs() if sized else None
     agree(randn(2, n, c, seed=4), size, logits, importance, prefix, prune, merge, operator)
@@ -253,7 +255,6 @@ def tokens_and_ranks():
         lambda: ("query_logits", (*heads_of(2, 2, 9, 32)[:2], None, 0.2, 1, 0)),
         lambda: ("attend", (*heads_of(2, 2, 9, 32), 1 + randn(2, 9).abs(), 0.2, True)),
         lambda: ("attend", (*heads_of(2, 2, 9, 32), None, 0.2, False)),
-        lambda: ("widen", (*heads_of(2, 2, 9, 32)[:2], 1 + randn(2, 9).abs(), 0.2, True)),
         lambda: ("attend_training", (*heads_of(2, 2, 9, 32), 1 + randn(2, 9).abs(), 0.2, True)),
         lambda: (
             "attend_back",
@@ -267,10 +268,27 @@ def tokens_and_ranks():
             ),
         ),
         lambda: ("rank", (randn(2, 2, 16, 9), 1, 0.2)),
-        lambda: ("reduce", (*tokens_and_ranks(), None, 1, 8, 6, "plain", False, 0.0, False, None, None, 0.0)),
         lambda: (
             "reduce",
-            (*tokens_and_ranks(), None, 1, 9, 6, "attention", True, 0.5, True, randn(32), randn(32), 1e-6),
+            (*tokens_and_ranks(), None, None, 1, 8, 6, "plain", False, 0.0, False, None, None, 0.0),
+        ),
+        lambda: (
+            "reduce",
+            (
+                *tokens_and_ranks(),
+                None,
+                None,
+                1,
+                9,
+                6,
+                "attention",
+                True,
+                0.5,
+                True,
+                randn(32),
+                randn(32),
+                1e-6,
+            ),
         ),
     ],
 )
@@ -278,3 +296,35 @@ def test_what_torch_is_told_of_the_operators_is_what_they_do(arguments):
     name, values = arguments()
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(torch.ops.diffrate, name).default, values, test_utils=checks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("c", [48, 192, 1280])
+def test_adding_and_measuring(c, dtype):
+    x, update = 100 * randn(2, 5, c).to(dtype), randn(2, 5, c, seed=1).to(dtype)
+    out, length = ops.add_measured(x, update)
+    assert torch.equal(out, x + update)
+    torch.testing.assert_close(length.double(), out.double().norm(dim=-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(ops.lengths(out), length, rtol=0, atol=0)
+    assert ops.lengths(torch.zeros_like(x)).min() > 0  # cosines divide by it
+
+
+def test_many_that_join_one():
+    """One after the other, while the tokens beside it have none."""
+    logits, importance = scores(2, 40)
+    x = randn(2, 40, 48, seed=4)
+    x[:, 1:] = x[:, 1:2] + 0.01 * x[:, 1:]
+    x[:, 2] = -x[:, 1]
+    for operator in (SEARCHED, STRETCHED, Operator(operation="merge", mean="size")):
+        merged = agree(x, None, logits, importance, 1, 40, 4, operator)
+        assert merged.size.max() > 12
+
+
+def test_lengths_that_are_known_are_not_measured_again(monkeypatch):
+    logits, _ = scores(2, 30)
+    x = randn(2, 30, 48, seed=4)
+    ranked, known = kernels.rank(logits[:, :, None], 1, STRETCHED), ops.lengths(x)
+    wanted = kernels.reduce_tokens(Tokens(x, 1), ranked, 30, 12, STRETCHED)[0]
+    monkeypatch.setattr(removal, "lengths", None)
+    left = kernels.reduce_tokens(Tokens(x, 1, length=known), ranked, 30, 12, STRETCHED)[0]
+    assert torch.equal(left.x, wanted.x)

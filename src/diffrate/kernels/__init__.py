@@ -5,12 +5,12 @@ for the operators that the kernels know: class attention, pruning before merging
 pruned. In training the reduction also notes where each token went, which is its gradient. All else runs as plain
 PyTorch, `ranking` and `reduction`, which are what the kernels are tested against.
 
-Attention of many images is torch's (`mixing`), with the sizes of tokens as a bias or, where it is cuDNN's, as further
-features of queries and keys (`_widens`): a kernel of our own was slower. For few (`FEW_HEADS`) it is ours, which fills
-the GPU with smaller tiles and hands out the class token's logits on the way; there, too, ranking runs beside the output
-projection where a CUDA graph is being captured. In training in half precision it is ours for few tokens with sizes
-(`_trains_at_once`): one program has all keys of a head, so that the gradient is one kernel. Images are cut into patches
-by a product (`embedding`). `using` changes the choice, to measure it.
+Attention of many images is torch's (`mixing`), with the sizes of tokens as a bias: a kernel of our own was slower. For
+few (`FEW_HEADS`) it is ours, which fills the GPU with smaller tiles and hands out the class token's logits on the way;
+there, too, ranking runs beside the output projection where a CUDA graph is being captured. In training in half
+precision it is ours for few tokens with sizes (`_trains_at_once`): one program has all keys of a head, so that the
+gradient is one kernel. Images are cut into patches by a product (`embedding`). `using` changes the choice, to measure
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -42,7 +41,6 @@ PATHS = ("auto", "plain")
 MOST_TOKENS = 1024  # of one image, which one program ranks
 FEW_HEADS = 64  # images x heads up to which attention runs as a kernel of our own
 FEW_IMAGES = 4  # up to which also blocks that remove nothing run as kernels
-LEAST_SCALE = 1e-3  # of logits, by which log(size) is divided in half precision
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = False  # tests: run the kernels on the CPU, in Triton's interpreter
 
@@ -113,18 +111,9 @@ def attend(attention: Attention, size: Tensor | None, key_bias: Tensor | None) -
     if _attends(attention):
         mixed: Tensor = _ops().attend(*attention[:3], size, attention.scale, False)[0]
         return mixed
-    if size is not None and _widens(attention):
-        return _mix_wide(attention, size, False)[0]
     if size is not None and _trains_at_once(attention):
         return _attend_training(attention, size, False)[0]
     return mix(attention, key_bias)
-
-
-def _mix_wide(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Tensor]:
-    """Values mixed with sizes in force, by attention without a bias; and the class token's logits."""
-    q, k, v, scale = attention[:4]
-    q, k, logits = _ops().widen(q, k, size, scale, row)
-    return F.scaled_dot_product_attention(q, k, v, scale=scale), logits
 
 
 def _attend_training(attention: Attention, size: Tensor, row: bool) -> tuple[Tensor, Tensor]:
@@ -146,8 +135,6 @@ def attend_and_score(
     if _attends(attention) and not operator.image_share:
         mixed, logits = call.attend(q, k, v, size, scale, True)
         return mixed, logits
-    if size is not None and not operator.image_share and _widens(attention):
-        return _mix_wide(attention, size, True)
     if size is not None and not operator.image_share and _trains_at_once(attention):
         return _attend_training(attention, size, True)
     mixed = attend(attention, size, key_bias)
@@ -161,21 +148,6 @@ def _attends(attention: Attention) -> bool:
     assert attention.bias is None  # models with a bias of every pair have positions, and run plain
     ours = attention.by is None and attention.dropout == 0
     return ours and few(attention.q) and not _trains(attention)
-
-
-def _widens(attention: Attention) -> bool:
-    """Whether sizes enter as further features of queries and keys: cuDNN takes those, other kernels no two widths."""
-    q, scale = attention.q, attention.scale
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    plain = attention.by is None and attention.dropout == 0 and not _trains(attention)
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] + ops.EXTRA <= 128 and scale > LEAST_SCALE
-    return plain and fits and (INTERPRETED or (half and _prefers_cudnn()))
-
-
-@torch.compiler.assume_constant_result
-def _prefers_cudnn() -> bool:
-    """Whether attention is cuDNN's: from Hopper on, unless somebody has switched it off."""
-    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability()[0] >= 9
 
 
 def _trains_at_once(attention: Attention) -> bool:
@@ -245,7 +217,7 @@ def reduce_tokens(
         torch.cuda.current_stream(tokens.x.device).wait_stream(ranked.stream)
     x, by_cost, importance = tokens.x, joins and operator.choice == "cost", None
     given = (
-        x, *ranked[:2], tokens.size, tokens.prefix, prune, merge,
+        x, *ranked[:2], tokens.size, tokens.length, tokens.prefix, prune, merge,
         operator.mean, by_cost, operator.floor, operator.keep_norm,
     )  # fmt: skip
     if _learns(x):
@@ -314,6 +286,18 @@ def add(tokens: Tokens, update: Tensor, norm: nn.LayerNorm | None) -> Tokens:
         return tokens.with_features(x + update)
     x, normed = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps)
     return replace(tokens, x=x, normed=normed)
+
+
+def add_measured(tokens: Tokens, update: Tensor) -> Tokens:
+    """Tokens with `update` added and, where that can be done in passing, how long they are, for reduce_tokens."""
+    x = tokens.x
+    if _learns(x) or _learns(update) or update.dtype != x.dtype:
+        return tokens.with_features(x + update)
+    if torch.compiler.is_compiling():  # which fuses the two by itself
+        x = x + update
+        return replace(tokens.with_features(x), length=x.float().square().sum(-1).sqrt().clamp_min(1e-12))
+    x, length = ops.add_measured(x, update)
+    return replace(tokens.with_features(x), length=length)
 
 
 def _can_norm(norm: nn.LayerNorm, x: Tensor) -> bool:

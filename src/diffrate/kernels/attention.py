@@ -22,7 +22,6 @@ from diffrate.kernels.operators import (
 
 LOG2_E = math.log2(math.e)
 MOST_KEYS = 128  # of a head in training, which one program holds
-EXTRA = 8  # features beside a head's own: of 16 bits, rows of whole 16 bytes
 
 
 @functools.cache
@@ -52,34 +51,6 @@ def _query_logits_output(
 ) -> Tensor:
     b, heads, n, _ = k.shape
     return k.new_empty((b, heads, 1 + others, n), dtype=torch.float32)
-
-
-@on_its_device
-def widen(q: Tensor, k: Tensor, size: Tensor, scale: float, row: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, heads, N, d + EXTRA) queries and keys whose scaled products have log(size) in them, and `row` as in attend.
-
-    In memory (B, N, heads, d + EXTRA). Attention without a bias is faster than with one, by more than this costs.
-    """
-    q, k = rows_dense(q), rows_dense(k)
-    b, heads, n, d = k.shape
-    wide_q, wide_k, logits = _widen_outputs(q, k, size, scale, row)
-    if b:
-        kernels().widen_kernel[(b * heads,)](
-            q, k, size, wide_q, wide_k, logits,
-            *q.stride()[:3], *k.stride()[:3],
-            scale, LOG2_E, heads, n, d,
-            ROW=row, EXTRA=EXTRA, BLOCK_N=64, BLOCK_D=power_of_two(d), num_warps=4,
-        )  # fmt: skip
-    return wide_q, wide_k, logits
-
-
-def _widen_outputs(
-    q: Tensor, k: Tensor, size: Tensor, scale: float, row: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    b, heads, n, d = k.shape
-    wide = (b, n, heads, d + EXTRA)
-    logits = k.new_empty((b, heads, 1, n if row else 0), dtype=torch.float32)
-    return q.new_empty(wide).transpose(1, 2), k.new_empty(wide).transpose(1, 2), logits
 
 
 @on_its_device
@@ -193,11 +164,6 @@ register(
     "query_logits(Tensor q, Tensor k, Tensor? size, float scale, int prefix, int others) -> Tensor",
     query_logits,
     _query_logits_output,
-)
-register(
-    "widen(Tensor q, Tensor k, Tensor size, float scale, bool row) -> (Tensor, Tensor, Tensor)",
-    widen,
-    _widen_outputs,
 )
 register(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? size, float scale, bool row) -> (Tensor, Tensor)",

@@ -111,48 +111,6 @@ def query_logits_kernel(
 
 
 @triton.jit(do_not_specialize=["H", "N"])
-def widen_kernel(
-    Q, K, SIZE, WIDE_Q, WIDE_K, LOGITS,
-    q_b, q_h, q_n, k_b, k_h, k_n,
-    scale, to_base_2, H, N, D,
-    ROW: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Queries and keys of one head with EXTRA more features, whose product is log(size) / scale; and, ROW, the class
-    token's logits in base 2.
-
-    Queries get two ones; keys what is to be added, rounded, and what rounding left of it.
-    """
-    head = tl.program_id(0)
-    b = (head // H).to(tl.int64)
-    h = head % H
-    d = tl.arange(0, BLOCK_D)
-    e = tl.arange(0, EXTRA)
-    q, k = Q + b * q_b + h * q_h, K + b * k_b + h * k_h
-    if ROW:
-        row = tl.load(q + d, mask=d < D, other=0.0).to(tl.float32)
-    for start in range(0, N, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        inside = (n[:, None] < N) & (d[None, :] < D)
-        log_size = tl.log(tl.load(SIZE + b * N + n, mask=n < N, other=1.0))
-        queries = tl.load(q + n[:, None] * q_n + d[None, :], mask=inside, other=0.0)
-        keys = tl.load(k + n[:, None] * k_n + d[None, :], mask=inside, other=0.0)
-        wide = ((b * N + n[:, None]) * H + h) * (D + EXTRA)
-        tl.store(WIDE_Q + wide + d[None, :], queries, mask=inside)
-        tl.store(WIDE_K + wide + d[None, :], keys, mask=inside)
-        added = log_size / scale
-        rounded = added.to(K.dtype.element_ty).to(tl.float32)
-        ones = tl.where(e[None, :] < 2, 1.0, 0.0) + tl.zeros([BLOCK_N, EXTRA], tl.float32)
-        parts = tl.where(e[None, :] == 0, rounded[:, None], 0.0)
-        parts += tl.where(e[None, :] == 1, (added - rounded)[:, None], 0.0)
-        beyond = (n[:, None] < N) & (e[None, :] < EXTRA)
-        tl.store(WIDE_Q + wide + D + e[None, :], ones.to(Q.dtype.element_ty), mask=beyond)
-        tl.store(WIDE_K + wide + D + e[None, :], parts.to(K.dtype.element_ty), mask=beyond)
-        if ROW:
-            logits = (tl.sum(keys.to(tl.float32) * row[None, :], 1) * scale + log_size) * to_base_2
-            tl.store(LOGITS + head.to(tl.int64) * N + n, logits, mask=n < N)
-
-
-@triton.jit(do_not_specialize=["H", "N"])
 def attend_training_kernel(
     Q, K, V, SIZE, OUT, LOG_SUM, LOGITS,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,

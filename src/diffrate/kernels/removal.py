@@ -11,7 +11,6 @@ from torch import Tensor
 
 from diffrate.kernels.operators import (
     MANY,
-    has_room,
     library,
     on_its_device,
     or_any,
@@ -61,6 +60,7 @@ class Removal(NamedTuple):
     """What a reduction is told beside its tokens.
 
     importance  (B, N), and order (B, N), token indices by it.
+    length   (B, N) how long tokens are; None where they are to be measured, if anything joins.
     prune    tokens that pruning leaves; those ranked from `keep` on join the image tokens before them.
     by_cost  ranked by what merging them would lose, of all tokens, and not by their importance.
     keep_norm  whether what others join is made as long as its longest member.
@@ -69,6 +69,7 @@ class Removal(NamedTuple):
     importance: Tensor
     order: Tensor
     size: Tensor | None
+    length: Tensor | None
     prefix: int
     prune: int
     keep: int
@@ -141,36 +142,68 @@ def _reduce(
 ) -> None:
     """Fill `kept` and, where they are wanted, the places that tokens went to."""
     x = x.contiguous()
-    importance, order, size, prefix, prune, keep, mean, by_cost, floor, keep_norm = removal
+    importance, order, size, length, prefix, prune, keep, mean, by_cost, floor, keep_norm = removal
     out, out_size, log_size, normed, out_importance = kept
     weight, bias, eps = affine
+    joins = prune > keep > prefix
+    joining = prune - keep if joins else 0
+    length = lengths(x) if joins and length is None else or_any(length, importance)
     if by_cost:
         with step("ranking"):
-            order = rank_by_cost(x, importance, prefix, floor)
+            order = rank_by_cost(x, importance, order, length, prefix, floor)
     with step("merge"):
-        joins = prune > keep > prefix
         b, n, c = x.shape
-        joining = prune - keep if joins else 0
-        similarity, target, length = match(x, order, prefix, keep, joining, keep_norm)
+        similarity, target = match(x, order, length, prefix, keep, joining)
         destination, share = (order, importance) if places is None else places
-        waits = (
-            b < MANY and joining <= 32 and has_room(x.device)
-        )  # for loads: of few images, many features at once
-        most = 1024 if x.element_size() == 2 and c <= 1024 else 512
-        width = min(power_of_two(c), most if waits else 128)
-        rows = 16 if b < MANY else 32
+        width, joiners = power_of_two(c), power_of_two(joining)
+        found = power_of_two(similarity.shape[1], least=16 if b < MANY else 4)
+        rows, warps = _assembly(b, width, joining, joiners * found)
         count = tiles(keep, rows)
         if b:
             kernels().assemble_kernel[(count * b,)](
-                x, or_any(size, x), importance, order, similarity, target, length, out, out_size, log_size,
+                x, or_any(size, x), importance, order, length, similarity, target, out, out_size, log_size,
                 or_any(weight, x), or_any(bias, x), normed, out_importance, destination, share,
                 n, c, prefix, keep, joining, count, similarity.shape[1], log_size.stride(0), eps,
                 HAS_SIZE=size is not None, JOINS=joins, MEAN=MEANS[mean], STRETCH=joins and keep_norm,
-                NORM=weight is not None, WHOLE=waits and width >= c, MAPPED=places is not None,
-                BLOCK_T=rows, BLOCK_J=power_of_two(joining), BLOCK_C=width,
-                BLOCK_K=power_of_two(similarity.shape[1], least=16 if b < MANY else 4),
-                num_warps=8 if waits or joining > 64 else 4, num_stages=2,
+                NORM=weight is not None, MAPPED=places is not None,
+                BLOCK_T=rows, BLOCK_J=joiners, BLOCK_K=found, BLOCK_C=width, num_warps=warps,
             )  # fmt: skip
+
+
+def _assembly(batch: int, width: int, joining: int, matches: int) -> tuple[int, int]:
+    """Tokens that one program assembles, and its warps, which share out `width` features and all `matches`.
+
+    What joins comes one after the other, so that tokens wait for those beside them: one at a time, where many join.
+    """
+    least = min(8, max(1, width // 1024, matches // 1024))
+    if batch < MANY:
+        return 1, max(4, least)
+    return (4, max(2, least)) if width <= 256 and joining <= 16 else (1, least)
+
+
+def add_measured(x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+    """x + update (B, N, C), and (B, N) how long that is."""
+    return _measured(x, update)
+
+
+def lengths(x: Tensor) -> Tensor:
+    """(B, N) how long tokens (B, N, C) are."""
+    return _measured(x, None)[1]
+
+
+@on_its_device
+def _measured(x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, update = x.contiguous(), update if update is None else update.contiguous()
+    b, n, c = x.shape
+    out = x if update is None else torch.empty_like(x)
+    length = x.new_empty((b, n), dtype=torch.float32)
+    if b * n:
+        rows = max(1, min(8, 4096 // power_of_two(c)))
+        kernels().length_kernel[(tiles(b * n, rows),)](
+            x, or_any(update, x), out, length, b * n, c,
+            ADDS=update is not None, BLOCK_R=rows, BLOCK_C=power_of_two(c), num_warps=4,
+        )  # fmt: skip
+    return out, length
 
 
 @on_its_device
@@ -231,44 +264,43 @@ def _kept(x: Tensor, removal: Removal, weight: Tensor | None) -> Kept:
     )
 
 
-def rank_by_cost(x: Tensor, importance: Tensor, prefix: int, floor: float) -> Tensor:
-    """(B, N) token indices in the order of what merging each away would lose, prefix first."""
+def rank_by_cost(
+    x: Tensor, importance: Tensor, order: Tensor, length: Tensor, prefix: int, floor: float
+) -> Tensor:
+    """(B, N) token indices in the order of what merging each away would lose, prefix first.
+
+    importance, order, length  as a Removal has them.
+    """
     b, n, c = x.shape
-    loss = torch.empty_like(importance)
-    order = importance.new_empty((b, n), dtype=torch.int32)
-    rows, width = _token_tile(b, n), power_of_two(n)
-    count = tiles(n, rows)
+    loss, by_loss = torch.empty_like(importance), torch.empty_like(order)
+    rows, width = _token_tile(b, n - prefix), power_of_two(n)
+    count = tiles(n - prefix, rows)
     if b:
         kernels().loss_kernel[(count * b,)](
-            x, importance, loss, n, c, prefix, count, float(floor),
-            BLOCK_M=rows, BLOCK_N=64, BLOCK_C=32, num_warps=4, num_stages=4,
+            x, importance, order, length, loss, n, c, prefix, count, float(floor),
+            BLOCK_A=width, BLOCK_M=rows, BLOCK_N=128 if b < MANY else 64, BLOCK_C=64, num_warps=4, num_stages=3,
         )  # fmt: skip
-        kernels().order_kernel[(b,)](loss, order, n, prefix, BLOCK_N=width, num_warps=max(4, width // 64))
-    return order
+        kernels().order_kernel[(b,)](loss, by_loss, n, prefix, BLOCK_N=width, num_warps=max(4, width // 64))
+    return by_loss
 
 
 def match(
-    x: Tensor, order: Tensor, prefix: int, first: int, joining: int, lengths: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, tiles, J) highest cosine similarity of each joiner in each tile of targets, and the target's place.
-
-    With `lengths` also (B, N) how long tokens are, by their places in the order; of those that a product was made of.
-    """
+    x: Tensor, order: Tensor, length: Tensor, prefix: int, first: int, joining: int
+) -> tuple[Tensor, Tensor]:
+    """(B, tiles, J) highest cosine similarity of each joiner in each tile of targets, and the target's place."""
     b, n, c = x.shape
     rows = _token_tile(b, first - prefix)
     count = tiles(first - prefix, rows) if joining else 0
     similarity = x.new_empty((b, count, joining), dtype=torch.float32)
     target = x.new_empty((b, count, joining), dtype=torch.int32)
-    length = x.new_empty((b, n if lengths and joining else 0), dtype=torch.float32)
     if b and joining:
         few = b < MANY  # which wait for their loads: ask for many at once, in more programs
         width = 16 if few else min(64, power_of_two(joining))
         kernels().match_kernel[(count * b, tiles(joining, width) if few else 1)](
-            x, order, similarity, target, length, n, c, prefix, first, joining, count,
-            LENGTHS=lengths, BLOCK_J=width, BLOCK_T=rows,
-            BLOCK_C=256 if few else 32, num_warps=4, num_stages=1 if few else 3,
+            x, order, length, similarity, target, n, c, prefix, first, joining, count,
+            BLOCK_J=width, BLOCK_T=rows, BLOCK_C=256 if few else 64, num_warps=4, num_stages=1 if few else 3,
         )  # fmt: skip
-    return similarity, target, length
+    return similarity, target
 
 
 def _token_tile(batch: int, tokens: int) -> int:
@@ -282,15 +314,16 @@ register(
     _rank_outputs,
 )
 register(
-    "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep,"
+    "reduce(Tensor x, Tensor importance, Tensor order, Tensor? size, Tensor? length, int prefix, int prune, int keep,"
     " str mean, bool by_cost, float floor, bool keep_norm, Tensor? weight, Tensor? bias, float eps)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reduce,
     _reduce_outputs,
 )
 register(
-    "reduce_mapped(Tensor x, Tensor importance, Tensor order, Tensor? size, int prefix, int prune, int keep, str mean,"
-    " bool by_cost, float floor, bool keep_norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "reduce_mapped(Tensor x, Tensor importance, Tensor order, Tensor? size, Tensor? length, int prefix, int prune,"
+    " int keep, str mean, bool by_cost, float floor, bool keep_norm)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reduce_mapped,
     _reduce_mapped_outputs,
 )

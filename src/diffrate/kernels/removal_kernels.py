@@ -62,70 +62,87 @@ def order_kernel(SCORES, ORDER, N, prefix, BLOCK_N: tl.constexpr):
     tl.store(ORDER + b * N + n, order_of(score, n, N, prefix), mask=n < N)
 
 
+@triton.jit(do_not_specialize=["ROWS"])
+def length_kernel(
+    X, UPDATE, OUT, LENGTH, ROWS, C, ADDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """How long some tokens are; ADDS: once an update is added to them, rounded as torch does."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.arange(0, BLOCK_C)
+    where = r[:, None] * C + c[None, :]
+    inside = (r[:, None] < ROWS) & (c[None, :] < C)
+    x = tl.load(X + where, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        rounded = (x + tl.load(UPDATE + where, mask=inside, other=0.0).to(tl.float32)).to(X.dtype.element_ty)
+        tl.store(OUT + where, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    tl.store(LENGTH + r, tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12), mask=r < ROWS)
+
+
 @triton.jit(do_not_specialize=["N", "prefix", "TILES"])
 def loss_kernel(
-    X, IMPORTANCE, LOSS,
+    X, IMPORTANCE, ORDER, LENGTH, LOSS,
     N, C, prefix, TILES, floor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """What merging each token of a tile away would lose: see reduction.merging_loss."""
-    tile = tl.program_id(0) % TILES
+    """What merging each token of a tile away would lose: see reduction.merging_loss.
+
+    Tiles are cut from the order by importance: more important than a token are those before it, and no tile behind its
+    own is looked at. The last tiles, which look at most, come first.
+    """
+    tile = TILES - 1 - tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
     x = X + b * N * C
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    importance = tl.load(IMPORTANCE + b * N + m, mask=m < N, other=0.0)
+    m = prefix + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = tl.load(ORDER + b * N + m, mask=m < N, other=0)
+    m_length = tl.load(LENGTH + b * N + m_row, mask=m < N, other=1.0)
     nearest = tl.full([BLOCK_M], -2.0, tl.float32)  # below every cosine
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, N, BLOCK_N):
+    for start in range(prefix, tl.minimum(N, prefix + (tile + 1) * BLOCK_M), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
+        n_row = tl.load(ORDER + b * N + n, mask=n < N, other=0)
+        n_length = tl.load(LENGTH + b * N + n_row, mask=n < N, other=1.0)
         product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        m_square = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-        n_square = tl.zeros([BLOCK_C, BLOCK_N], tl.float32)
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
             inside_m = (m[:, None] < N) & (c[None, :] < C)
             inside_n = (n[None, :] < N) & (c[:, None] < C)
-            ours = tl.load(x + m[:, None] * C + c[None, :], mask=inside_m, other=0.0)
-            theirs = tl.load(x + n[None, :] * C + c[:, None], mask=inside_n, other=0.0)
+            ours = tl.load(x + m_row[:, None] * C + c[None, :], mask=inside_m, other=0.0)
+            theirs = tl.load(x + n_row[None, :] * C + c[:, None], mask=inside_n, other=0.0)
             product = tl.dot(ours, theirs, product, input_precision="tf32x3")
-            m_square += ours.to(tl.float32) * ours.to(tl.float32)
-            n_square += theirs.to(tl.float32) * theirs.to(tl.float32)
-        m_length = tl.maximum(tl.sqrt(tl.sum(m_square, 1)), 1e-12)
-        n_length = tl.maximum(tl.sqrt(tl.sum(n_square, 0)), 1e-12)
         cosine = product / m_length[:, None] / n_length[None, :]
-        other = tl.load(IMPORTANCE + b * N + n, mask=n < N, other=-1.0)
-        tied = (other[None, :] == importance[:, None]) & (n[None, :] < m[:, None])
-        above = ((other[None, :] > importance[:, None]) | tied) & (n[None, :] >= prefix) & (n[None, :] < N)
-        nearest = tl.maximum(nearest, tl.max(tl.where(above, cosine, -2.0), 1))
-        total += tl.where((n >= prefix) & (n < N), other, 0.0)
-    weight = importance + floor * tl.sum(total, 0) / (N - prefix)
+        cosine = tl.where(n[None, :] < m[:, None], cosine, -2.0)
+        nearest = tl.maximum(nearest, tl.max(cosine, 1))
+    importance = tl.load(IMPORTANCE + b * N + m_row, mask=m < N, other=0.0)
+    a = tl.arange(0, BLOCK_A)
+    every = tl.load(IMPORTANCE + b * N + a, mask=(a >= prefix) & (a < N), other=0.0)
+    weight = importance + floor * tl.sum(every, 0) / (N - prefix)
     loss = tl.where(nearest > -1.5, weight * (1.0 - nearest), float("inf"))
     loss = tl.where(loss == loss, tl.maximum(loss, 0.0), 0.0)
-    tl.store(LOSS + b * N + m, loss, mask=m < N)
+    tl.store(LOSS + b * N + m_row, loss, mask=m < N)
 
 
 @triton.jit(do_not_specialize=["N", "prefix", "first", "J", "TILES"])
 def match_kernel(
-    X, ORDER, SIMILARITY, TARGET, LENGTH,
+    X, ORDER, LENGTH, SIMILARITY, TARGET,
     N, C, prefix, first, J, TILES,
-    LENGTHS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """For each of J joiners, from place `first` of the order on, the most similar of one tile of targets.
 
     Targets are the image tokens before `first`. The best of each tile are compared by assemble_kernel. The second axis
-    of the grid shares out the joiners. LENGTHS: also how long joiners and targets are, by their places.
+    of the grid shares out the joiners.
     """
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
     x = X + b * N * C
     t = prefix + tile * BLOCK_T + tl.arange(0, BLOCK_T)
     t_row = tl.load(ORDER + b * N + t, mask=t < first, other=0)
+    t_length = tl.load(LENGTH + b * N + t_row, mask=t < first, other=1.0)
     for start in range(tl.program_id(1) * BLOCK_J, J, tl.num_programs(1) * BLOCK_J):
         j = start + tl.arange(0, BLOCK_J)
         j_row = tl.load(ORDER + b * N + first + j, mask=j < J, other=0)
+        j_length = tl.load(LENGTH + b * N + j_row, mask=j < J, other=1.0)
         product = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-        j_square = tl.zeros([BLOCK_J, BLOCK_C], tl.float32)
-        t_square = tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
         for c0 in range(0, C, BLOCK_C):
             c = c0 + tl.arange(0, BLOCK_C)
             inside_j = (j[:, None] < J) & (c[None, :] < C)
@@ -133,10 +150,6 @@ def match_kernel(
             joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
             targets = tl.load(x + t_row[None, :] * C + c[:, None], mask=inside_t, other=0.0)
             product = tl.dot(joiners, targets, product, input_precision="tf32x3")
-            j_square += joiners.to(tl.float32) * joiners.to(tl.float32)
-            t_square += targets.to(tl.float32) * targets.to(tl.float32)
-        j_length = tl.maximum(tl.sqrt(tl.sum(j_square, 1)), 1e-12)
-        t_length = tl.maximum(tl.sqrt(tl.sum(t_square, 0)), 1e-12)
         cosine = product / j_length[:, None] / t_length[None, :]
         cosine = tl.where(t[None, :] < first, cosine, float("-inf"))
         best = tl.max(cosine, 1)
@@ -144,35 +157,45 @@ def match_kernel(
         where = (b * TILES + tile) * J + j
         tl.store(SIMILARITY + where, best, mask=j < J)
         tl.store(TARGET + where, target, mask=j < J)
-        if LENGTHS:  # joiners in the first tile of targets, targets with the first joiners
-            tl.store(LENGTH + b * N + first + j, j_length, mask=j + J * tile < J)
-            tl.store(LENGTH + b * N + t, t_length, mask=t + first * start < first)
 
 
 @triton.jit(do_not_specialize=["N", "prefix", "keep", "J", "TILES", "MATCH_TILES"])
 def assemble_kernel(
-    X, SIZE, IMPORTANCE, ORDER, SIMILARITY, TARGET, LENGTH, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
+    X, SIZE, IMPORTANCE, ORDER, LENGTH, SIMILARITY, TARGET, OUT, OUT_SIZE, LOG_SIZE, WEIGHT, BIAS, NORMED,
     OUT_IMPORTANCE, DESTINATION, SHARE,
     N, C, prefix, keep, J, TILES, MATCH_TILES, log_stride, eps,
     HAS_SIZE: tl.constexpr, JOINS: tl.constexpr, MEAN: tl.constexpr, STRETCH: tl.constexpr, NORM: tl.constexpr,
-    WHOLE: tl.constexpr, MAPPED: tl.constexpr,
+    MAPPED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
+    """A few of the tokens that stay: gathered, averaged with what joins them, with their new sizes.
 
-    The J tokens after the `keep` first ones join. MEAN: 0 plain, 1 by size, 2 by importance. STRETCH: what they join is
-    made as long as its longest member. NORM: also the layer norm of what stays, by WEIGHT and BIAS, which the MLP would
-    otherwise read all of it again for. WHOLE: BLOCK_C holds all features of a token. MAPPED: for every token that stays
-    or joins, also where it went and by what share.
+    The J tokens after the `keep` first ones join, one after the other. MEAN: 0 plain, 1 by size, 2 by importance.
+    STRETCH: what they join is made as long as its longest member. NORM: also the layer norm of what stays, by WEIGHT
+    and BIAS, which the MLP would otherwise read all of it again for. MAPPED: for every token that stays or joins, also
+    where it went and by what share. BLOCK_C holds all features of a token.
     """
     tile = tl.program_id(0) % TILES
     b = (tl.program_id(0) // TILES).to(tl.int64)
     x = X + b * N * C
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     row = tl.load(ORDER + b * N + t, mask=t < keep, other=0)
+    c = tl.arange(0, BLOCK_C)
+    inside = (t[:, None] < keep) & (c[None, :] < C)
+    features = tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    size = tl.full([BLOCK_T], 1.0, tl.float32)
+    if HAS_SIZE:
+        size = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
+    weight = tl.full([BLOCK_T], 1.0, tl.float32)
+    if MEAN == 1:
+        weight = size
+    if MEAN == 2:
+        weight = tl.load(IMPORTANCE + b * N + row, mask=t < keep, other=1.0)
+        weight = tl.where(t < prefix, 1.0, tl.maximum(weight, 1.1754943508222875e-38))
+    stretch = tl.full([BLOCK_T], 1.0, tl.float32)
+    total = weight
     if JOINS:
         j = tl.arange(0, BLOCK_J)
-        j_row = tl.load(ORDER + b * N + keep + j, mask=j < J, other=0)
         k = tl.arange(0, BLOCK_K)[:, None]  # all tiles at once: one after the other, each load is waited for
         match = (b * MATCH_TILES + k) * J + j[None, :]
         found = (k < MATCH_TILES) & (j[None, :] < J)
@@ -183,118 +206,64 @@ def assemble_kernel(
         place = tl.where((each == similarity[None, :]) & (each > -2.0), place, N)
         target = tl.min(place, 0)  # on a tie the earlier one
         target = tl.where(target < N, target, -1)
-        joins = j < J
-        pairs = joins[None, :] & (target[None, :] == t[:, None])  # (BLOCK_T, BLOCK_J)
-        if HAS_SIZE:
-            size = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
-            j_size = tl.load(SIZE + b * N + j_row, mask=j < J, other=1.0)
-        else:
-            size = tl.full([BLOCK_T], 1.0, tl.float32)
-            j_size = tl.full([BLOCK_J], 1.0, tl.float32)
-        grown = size + tl.sum(tl.where(pairs, (j_size * similarity)[None, :], 0.0), 1)
-        grown = tl.maximum(grown, 1.0)
-        if MEAN == 0:
-            weight = tl.full([BLOCK_T], 1.0, tl.float32)
-            j_weight = tl.full([BLOCK_J], 1.0, tl.float32)
-        elif MEAN == 1:
-            weight = size
-            j_weight = j_size
-        else:
-            weight = tl.load(IMPORTANCE + b * N + row, mask=t < keep, other=1.0)
-            weight = tl.where(t < prefix, 1.0, tl.maximum(weight, 1.1754943508222875e-38))
-            j_weight = tl.load(IMPORTANCE + b * N + j_row, mask=j < J, other=1.0)
-            j_weight = tl.maximum(j_weight, 1.1754943508222875e-38)
-        given = tl.where(pairs, j_weight[None, :], 0.0)
-        total = weight + tl.sum(given, 1)
-        if MEAN == 2:
-            tl.store(OUT_IMPORTANCE + b * keep + t, total, mask=t < keep)
-        comes = tl.max(pairs.to(tl.int32), 0) > 0  # whose features this tile needs
-        grows = tl.max(pairs.to(tl.int32), 1) > 0
-        share = tl.where(grows, weight / total, 1.0)
-        part = given / total[:, None]
-        given = part.to(X.dtype.element_ty)
+        pairs = target[None, :] == t[:, None]  # (BLOCK_T, BLOCK_J)
+        count = tl.sum(pairs.to(tl.int32), 1)
         if STRETCH:
-            longest = tl.load(LENGTH + b * N + t, mask=(t >= prefix) & (t < keep), other=0.0)
-            theirs = tl.load(LENGTH + b * N + keep + j, mask=joins, other=0.0)
-            longest = tl.maximum(longest, tl.max(tl.where(pairs, theirs[None, :], 0.0), 1))
-    else:
-        if HAS_SIZE:
-            grown = tl.load(SIZE + b * N + row, mask=t < keep, other=1.0)
-        else:
-            grown = tl.full([BLOCK_T], 1.0, tl.float32)
-        if MEAN == 2:
-            weight = tl.load(IMPORTANCE + b * N + row, mask=t < keep, other=1.0)
-            weight = tl.where(t < prefix, 1.0, tl.maximum(weight, 1.1754943508222875e-38))
-            tl.store(OUT_IMPORTANCE + b * keep + t, weight, mask=t < keep)
-    tl.store(OUT_SIZE + b * keep + t, grown, mask=t < keep)
-    tl.store(LOG_SIZE + b * log_stride + t, tl.log(grown).to(X.dtype.element_ty), mask=t < keep)
+            longest = tl.load(LENGTH + b * N + row, mask=t < keep, other=1.0)
+        at = tl.full([BLOCK_T], -1, tl.int32)
+        for _ in range(tl.max(count, 0)):  # the next joiner of each token; BLOCK_J where there is none
+            at = tl.min(tl.where(pairs & (j[None, :] > at[:, None]), j[None, :], BLOCK_J), 1)
+            comes = at < BLOCK_J
+            j_row = tl.load(ORDER + b * N + keep + at, mask=comes, other=0)
+            inside_j = comes[:, None] & (c[None, :] < C)
+            joiner = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0).to(tl.float32)
+            near = tl.sum(tl.where(j[None, :] == at[:, None], similarity[None, :], 0.0), 1)
+            j_size = comes.to(tl.float32)
+            if HAS_SIZE:
+                j_size = tl.load(SIZE + b * N + j_row, mask=comes, other=0.0)
+            j_weight = comes.to(tl.float32)
+            if MEAN == 1:
+                j_weight = j_size
+            if MEAN == 2:
+                j_weight = tl.load(IMPORTANCE + b * N + j_row, mask=comes, other=0.0)
+                j_weight = tl.where(comes, tl.maximum(j_weight, 1.1754943508222875e-38), 0.0)
+            if STRETCH:
+                longest = tl.maximum(longest, tl.load(LENGTH + b * N + j_row, mask=comes, other=0.0))
+            size += j_size * near
+            before, total = total, total + j_weight
+            features = features * (before / total)[:, None] + joiner * (j_weight / total)[:, None]
+        size = tl.maximum(size, 1.0)
+        if STRETCH:
+            stretch = stretch_to(longest, tl.sum(features * features, 1), count > 0)
+            features = features * stretch[:, None]
+    if MEAN == 2:
+        tl.store(OUT_IMPORTANCE + b * keep + t, total, mask=t < keep)
+    tl.store(OUT_SIZE + b * keep + t, size, mask=t < keep)
+    tl.store(LOG_SIZE + b * log_stride + t, tl.log(size).to(X.dtype.element_ty), mask=t < keep)
+    where = (b * keep + t[:, None]) * C + c[None, :]
+    rounded = features.to(X.dtype.element_ty)
+    tl.store(OUT + where, rounded, mask=inside)
+    if NORM:
+        wide = rounded.to(tl.float32)
+        center = tl.sum(wide, 1) / C
+        apart = tl.where(c[None, :] < C, wide - center[:, None], 0.0)
+        scale = tl.rsqrt(tl.sum(apart * apart, 1) / C + eps)
+        store_normed(NORMED + where, apart * scale[:, None], WEIGHT, BIAS, c, C, inside)
     if MAPPED:
         tl.store(DESTINATION + b * N + row, t, mask=t < keep)
-        if not JOINS:
-            tl.store(SHARE + b * N + row, tl.full([BLOCK_T], 1.0, tl.float32), mask=t < keep)
-    stretch = tl.full([BLOCK_T], 1.0, tl.float32)
-    if WHOLE:  # features stay at hand for the norm
-        c = tl.arange(0, BLOCK_C)
-        inside = (t[:, None] < keep) & (c[None, :] < C)
-        features = tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0)
+        tl.store(SHARE + b * N + row, weight / total * stretch, mask=t < keep)
         if JOINS:
-            inside_j = comes[:, None] & (c[None, :] < C)
-            joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
-            mean = features.to(tl.float32) * share[:, None]
-            mean = tl.dot(given, joiners, mean, input_precision="ieee")
-            if STRETCH:
-                stretch = stretch_to(longest, tl.sum(mean * mean, 1), grows)
-                mean = mean * stretch[:, None]
-            features = mean.to(X.dtype.element_ty)
-        where = (b * keep + t[:, None]) * C + c[None, :]
-        tl.store(OUT + where, features, mask=inside)
-        if NORM:
-            wide = features.to(tl.float32)
-            center = tl.sum(wide, 1) / C
-            apart = tl.where(c[None, :] < C, wide - center[:, None], 0.0)
-            scale = tl.rsqrt(tl.sum(apart * apart, 1) / C + eps)
-            store_normed(NORMED + where, apart * scale[:, None], WEIGHT, BIAS, c, C, inside)
-    else:
-        added = tl.zeros([BLOCK_T], tl.float32)
-        squared = tl.zeros([BLOCK_T], tl.float32)
-        for c0 in range(0, C, BLOCK_C):
-            c = c0 + tl.arange(0, BLOCK_C)
-            inside = (t[:, None] < keep) & (c[None, :] < C)
-            features = tl.load(x + row[:, None] * C + c[None, :], mask=inside, other=0.0)
-            if JOINS:
-                inside_j = comes[:, None] & (c[None, :] < C)
-                joiners = tl.load(x + j_row[:, None] * C + c[None, :], mask=inside_j, other=0.0)
-                mean = features.to(tl.float32) * share[:, None]
-                features = tl.dot(given, joiners, mean, input_precision="ieee").to(X.dtype.element_ty)
-            tl.store(OUT + (b * keep + t[:, None]) * C + c[None, :], features, mask=inside)
-            if NORM or STRETCH:
-                wide = features.to(tl.float32)
-                added += tl.sum(wide, 1)
-                squared += tl.sum(wide * wide, 1)
-        if STRETCH:
-            stretch = stretch_to(longest, squared, grows)
-        if NORM:
-            center = added / C
-            variance = tl.maximum(squared / C - center * center, 0.0) * stretch * stretch
-            scale = tl.rsqrt(variance + eps)
-            center = center * stretch
-        if NORM or STRETCH:
-            tl.debug_barrier()  # what was stored is read again
-            for c0 in range(0, C, BLOCK_C):
-                c = c0 + tl.arange(0, BLOCK_C)
-                inside = (t[:, None] < keep) & (c[None, :] < C)
-                where = (b * keep + t[:, None]) * C + c[None, :]
-                wide = tl.load(OUT + where, mask=inside, other=0.0).to(tl.float32)
-                if STRETCH:
-                    wide = wide * stretch[:, None]
-                    tl.store(OUT + where, wide.to(X.dtype.element_ty), mask=inside & grows[:, None])
-                if NORM:
-                    apart = (wide - center[:, None]) * scale[:, None]
-                    store_normed(NORMED + where, apart, WEIGHT, BIAS, c, C, inside)
-    if MAPPED and JOINS:
-        tl.store(SHARE + b * N + row, share * stretch, mask=t < keep)
-        tl.store(DESTINATION + b * N + j_row, target, mask=comes)
-        tl.store(SHARE + b * N + j_row, tl.sum(part * stretch[:, None], 0), mask=comes)
+            j_row = tl.load(ORDER + b * N + keep + j, mask=j < J, other=0)
+            j_weight = tl.full([BLOCK_J], 1.0, tl.float32)
+            if MEAN == 1 and HAS_SIZE:
+                j_weight = tl.load(SIZE + b * N + j_row, mask=j < J, other=1.0)
+            if MEAN == 2:
+                j_weight = tl.load(IMPORTANCE + b * N + j_row, mask=j < J, other=1.0)
+                j_weight = tl.maximum(j_weight, 1.1754943508222875e-38)
+            share = tl.where(pairs, j_weight[None, :] / total[:, None] * stretch[:, None], 0.0)
+            comes = tl.max(pairs.to(tl.int32), 0) > 0  # to one of these tokens
+            tl.store(DESTINATION + b * N + j_row, target, mask=comes)
+            tl.store(SHARE + b * N + j_row, tl.sum(share, 0), mask=comes)
 
 
 @triton.jit
