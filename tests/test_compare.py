@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import math
+from typing import Any
 
 import pytest
 import timm
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import diffrate
 from conftest import random_vit
-from diffrate.compare import Compared, Row, as_csv, compare, markdown, operators, table
+from diffrate import speed
+from diffrate.compare import Compared, Row, as_csv, compare, markdown, operators, speed_line, table
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate
 from diffrate.methods import METHODS, build, to_train
@@ -296,12 +298,12 @@ def test_speeds_are_ratios_to_the_uncompressed_model_on_images_of_the_set(
     """A clock that is given: the second row takes half of the first one's second, the third a third."""
     seen: list[torch.Tensor] = []
 
-    def timed(rows: list[Entrant], images: torch.Tensor, dtype: str) -> list[Speed]:
+    def timed(rows: list[Entrant], images: torch.Tensor, mode: str, dtype: str) -> list[Speed]:
         seen.append(images)
         assert [row.name.split()[0] for row in rows] == ["uncompressed", "evit", "resolution"]
         assert {p.dtype for row in rows for p in row.model.parameters()} == {torch.bfloat16}
         seconds = {row.name: ([1 / (1 + i)], None) for i, row in enumerate(rows)}
-        return speeds_of(rows, seconds, len(images), "eager", dtype)
+        return speeds_of(rows, seconds, len(images), mode, dtype)
 
     monkeypatch.setattr("diffrate.compare.time_rows", timed)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -329,3 +331,28 @@ def test_every_method_is_timed(model: nn.Module, name: str, monkeypatch: pytest.
     assert row.speed is not None
     assert (row.speed.batch_size, row.speed.dtype) == (4, "bfloat16")
     assert row.speed.of_uncompressed > 0
+
+
+def test_what_decides_by_image_is_timed_eager_and_says_so(
+    model: nn.Module, loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[str] = []
+    prepared = speed._prepared
+
+    def noted(run: nn.Module, images: torch.Tensor, mode: str) -> Any:
+        modes.append(mode)
+        return prepared(run, images, "eager")
+
+    monkeypatch.setattr(speed, "_prepared", noted)
+    monkeypatch.setattr("diffrate.compare.time_rows", functools.partial(time_rows, repeats=1))
+    compared = compare(model, loader, ["evit", "ats"], "60%", mode="compiled", batch_size=4)
+    assert modes == ["compiled", "compiled", "eager"]
+    assert [row.speed and row.speed.mode for row in compared.rows] == ["compiled", "eager"]
+    assert [row.note.endswith("timed eager") for row in compared.rows] == [False, True]
+    assert speed_line(compared) == "; speed: compiled, float32, 4 images a batch"
+
+
+def test_a_mode_that_is_not_there_is_refused_before_anything_runs(model: nn.Module) -> None:
+    for mode, reason in (("fast", "a mode is one of eager, compiled"), ("graph", "needs a CUDA device")):
+        with pytest.raises(DiffRateError, match=reason):
+            compare(model, [], ["tome"], "60%", mode=mode)

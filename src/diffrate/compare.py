@@ -29,7 +29,7 @@ from diffrate.operator import Operator
 from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import parse_gmacs
-from diffrate.speed import DTYPES, UNCOMPRESSED, Entrant, Speed, time_rows
+from diffrate.speed import DTYPES, UNCOMPRESSED, Entrant, Speed, check_mode, time_rows
 
 AT_ONCE = 64  # images, while costs are measured
 NUMBERS = ("top1", "top5", "loss", "images")
@@ -101,6 +101,7 @@ def compare(
     amp_dtype: str = "float16",
     seed: int = 0,
     speed: bool = True,
+    mode: str = "eager",
     batch_size: int = 64,
     progress: bool = True,
 ) -> Compared:
@@ -113,8 +114,10 @@ def compare(
                of the budget that they meet.
     trained    the same with models that have weights of their own, such as methods.trained.read_trained returns.
     speed      also time every row, with `batch_size` images spread over the set; with amp, all in that type.
+    mode       in which rows are timed, as in bench; those that decide image by image run eager in every mode.
     """
     whole = gmacs(model)
+    check_mode(mode, torch.device(device))
     for name in methods:
         if name not in METHODS:
             raise DiffRateError(f"there is no method {name!r}: `diffrate methods` lists {', '.join(METHODS)}")
@@ -148,7 +151,7 @@ def compare(
             "there is nothing to compare: " + ("; ".join(left_out) or "give methods or schedules")
         )
     timed = batch_size if speed else None
-    return _measured(model, loader, built, left_out, wanted, device, amp, amp_dtype, timed, progress)
+    return _measured(model, loader, built, left_out, wanted, device, amp, amp_dtype, timed, mode, progress)
 
 
 def _measured(
@@ -161,9 +164,10 @@ def _measured(
     amp: bool,
     amp_dtype: str,
     timed: int | None,
+    mode: str,
     progress: bool,
 ) -> Compared:
-    """timed  how many images speed is measured on; None: it is not."""
+    """timed  how many images speed is measured on, in this `mode`; None: it is not."""
     models = {UNCOMPRESSED: model, **{f"{name} {budget}": each for (name, budget), each in built.items()}}
     meters = {name: ImageCosts(each) for name, each in models.items() if decides_by_image(each)}
     spread = None if timed is None else Spread(timed)
@@ -178,7 +182,7 @@ def _measured(
     costs = {name: meters[name].mean() if name in meters else cost_of(each) for name, each in models.items()}
     speeds: dict[str, Speed] = {}
     if spread is not None:
-        speeds = _speeds(models, costs, spread.images(timed), amp_dtype if amp else "float32")
+        speeds = _speeds(models, costs, spread.images(timed), amp_dtype if amp else "float32", mode)
     rows = _rows(built, budgets, evaluations, costs, meters, speeds)
     return Compared(evaluations[UNCOMPRESSED], gmacs(model), rows, left_out, speeds.get(UNCOMPRESSED))
 
@@ -201,6 +205,8 @@ def _rows(
             notes = [off_budget(costs[key], budget)]
             if key in meters:
                 notes.append(f"padded to {meters[key].padded():.3g} GMACs in these batches")
+            if key in speeds and speeds[key].mode != speeds[UNCOMPRESSED].mode:
+                notes.append(f"timed {speeds[key].mode}")
             to_whole = compare_evaluations(result, evaluations[UNCOMPRESSED])
             to_first = None if first is None else compare_evaluations(result, first)
             first = first or result
@@ -222,13 +228,16 @@ def _rows(
 
 
 def _speeds(
-    models: Mapping[str, nn.Module], costs: Mapping[str, float], images: Tensor, dtype: str
+    models: Mapping[str, nn.Module], costs: Mapping[str, float], images: Tensor, dtype: str, mode: str
 ) -> dict[str, Speed]:
     """Every model on the same images, timed in turns; the batch is halved where there is no memory for it."""
     lent = copy.deepcopy(dict(models))  # together, so that what they share stays shared
-    rows = [Entrant(name, each.to(DTYPES[dtype]).eval(), costs[name]) for name, each in lent.items()]
+    rows = [
+        Entrant(name, each.to(DTYPES[dtype]).eval(), costs[name], eager=decides_by_image(each))
+        for name, each in lent.items()
+    ]
     batch = images.to(DTYPES[dtype])
-    timed = largest_that_fits(lambda n: time_rows(rows, batch[:n], dtype=dtype), len(batch), "what is timed")
+    timed = largest_that_fits(lambda n: time_rows(rows, batch[:n], mode, dtype), len(batch), "what is timed")
     return {speed.name: speed for speed in timed}
 
 

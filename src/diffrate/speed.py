@@ -100,12 +100,20 @@ class PatchesByProduct(nn.Module):
 
 @dataclass(frozen=True)
 class Entrant:
-    """A row to be: a model, what it costs, and the row that is its ceiling."""
+    """A row to be: a model, what it costs, and the row that is its ceiling.
+
+    eager  run as it is in every mode: what it keeps depends on the images, which no recording knows.
+    """
 
     name: str
     model: nn.Module
     gmacs: float
     oracle: str | None = None
+    eager: bool = False
+
+    def mode(self, mode: str) -> str:
+        """How it runs where others run in this mode."""
+        return "eager" if self.eager else mode
 
 
 def entrants(
@@ -161,10 +169,7 @@ def bench(
     if dtype not in DTYPES:
         raise DiffRateError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     for mode in modes:
-        if mode not in MODES:
-            raise DiffRateError(f"a mode is one of {', '.join(MODES)}, not {mode!r}")
-        if "graph" in mode and where.type != "cuda":
-            raise DiffRateError(f"mode {mode} needs a CUDA device")
+        check_mode(mode, where)
     lent = copy.deepcopy(model).to(where, DTYPES[dtype]).eval()  # the caller's model stays as it is
     rows = entrants(lent, schedules or {}, baselines, products)
     layout = backbone_of(lent).layout
@@ -178,6 +183,14 @@ def bench(
         for batch_size in batch_sizes:
             for mode in modes:
                 yield largest_that_fits(partial(timed, mode=mode), batch_size, "what is timed")
+
+
+def check_mode(mode: str, device: torch.device) -> None:
+    """A DiffRateError for a mode that there is not, or not on this device."""
+    if mode not in MODES:
+        raise DiffRateError(f"a mode is one of {', '.join(MODES)}, not {mode!r}")
+    if "graph" in mode and device.type != "cuda":
+        raise DiffRateError(f"mode {mode} needs a CUDA device")
 
 
 def time_rows(
@@ -208,7 +221,7 @@ def _measure(
     with torch.inference_mode(), many:
         runs: dict[str, Callable[[], Any]] = {}
         for row in rows:
-            runs[row.name], peaks[row.name] = _prepared(row.model, images, mode)
+            runs[row.name], peaks[row.name] = _prepared(row.model, images, row.mode(mode))
         with gate():
             samples = in_turns(runs, repeats, device)
     return {name: (seconds, peaks[name]) for name, seconds in samples.items()}
@@ -294,7 +307,7 @@ def compared(
         speeds.append(
             Speed(
                 name=row.name,
-                mode=mode,
+                mode=row.mode(mode),
                 batch_size=batch_size,
                 dtype=dtype,
                 gmacs=row.gmacs,

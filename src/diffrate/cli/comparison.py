@@ -21,6 +21,7 @@ from diffrate.models import load_model
 from diffrate.plots import accuracy_plot
 from diffrate.results import check_target
 from diffrate.schedule import Schedule, write_text
+from diffrate.speed import MODES, check_mode
 
 DRAWN = ("table.md", "table.csv", "plot.png")  # what --output gets beside results.json
 
@@ -100,6 +101,14 @@ def compare_command(
             rich_help_panel=o.RUN,
         ),
     ] = True,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help=f"How rows are timed: {', '.join(MODES)}. Small models in large batches wait for launches, unless "
+            "they are recorded as a graph.",
+            rich_help_panel=o.RUN,
+        ),
+    ] = "eager",
     device: o.Device = None,
     amp: o.Amp = False,
     amp_dtype: o.AmpDtype = "float16",
@@ -123,6 +132,7 @@ def compare_command(
     for target in [*targets, *([] if output is None else [output / name for name in DRAWN])]:
         check_target(target)
     where = resolve_device(device)
+    check_mode(mode, where)
     size = None if img_size is None else o.read_size(img_size)
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
     o.note_random_weights(model, checkpoint, pretrained)
@@ -162,6 +172,7 @@ def compare_command(
         amp_dtype=amp_dtype,
         seed=seed,
         speed=speed,
+        mode=mode,
         batch_size=batch_size,
     )
     for left_out in compared.left_out:
