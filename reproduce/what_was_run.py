@@ -22,6 +22,7 @@ import overhead
 import schedules_table
 import sorting_metric
 import temperatures
+import tuning_few_images
 import with_training
 from number_of_images import COUNTS
 from schedule_comparison import RANDOM
@@ -62,6 +63,12 @@ EXPERIMENTS = (
             with_training.WHOLE + with_training.TUNED, with_training.TUNED, with_training.WHOLE + with_training.SCRATCH,
             with_training.SCRATCH, *(f"{name}, {with_training.TUNED}" for name in with_training.RIVALS),
         ),
+    ),
+    Experiment(
+        "Table 2, with no more images than a search", "tuning_few_images.py", "tuning_few_images",
+        (BOTH[1],), tuning_few_images.ROWS, 2,
+        remark="Tuned on the thousand images of the search: distilled, the whole model teaches and labels are not "
+        "looked at; by labels is the paper's recipe. DynamicViT, SPViT and Evo-ViT keep their own losses.",
     ),
     Experiment("Training speed", "training_speed.py", "training_speed_*"),
     Experiment("Table 3, several constraints", "hardware_table.py", "hardware_*", accuracy=True),

@@ -356,3 +356,17 @@ def test_a_mode_that_is_not_there_is_refused_before_anything_runs(model: nn.Modu
     for mode, reason in (("fast", "a mode is one of eager, compiled"), ("graph", "needs a CUDA device")):
         with pytest.raises(DiffRateError, match=reason):
             compare(model, [], ["tome"], "60%", mode=mode)
+
+
+def test_what_cannot_be_timed_is_left_out_and_no_row_is_lost(
+    model: nn.Module, loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> list[Speed]:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr("diffrate.compare.time_rows", broken)
+    compared = compare(model, loader, ["tome"], "60%", mode="compiled")
+    assert compared.left_out == ["speed in mode compiled: operation not permitted when stream is capturing"]
+    assert [row.method for row in compared.rows] == ["tome"]
+    assert compared.speed is None
+    assert "images/s" not in table(compared)[0]

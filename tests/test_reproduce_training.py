@@ -6,14 +6,17 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 
+import diffrate
 from conftest import REPRODUCE
 from diffrate import DiffRateError, embedded
+from diffrate.training import FINETUNE
 
 
 def test_runs_with_training_are_compared_with_those_without(
@@ -126,3 +129,32 @@ def test_training_speed(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     whole, oracle, ours = rows[0], rows[2], rows[4]
     assert ours["of_uncompressed"] == pytest.approx(whole["ms"] / ours["ms"])
     assert ours["of_oracle"] == pytest.approx(oracle["ms"] / ours["ms"])
+
+
+def test_tuning_on_the_images_of_a_search(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrow(pretrained: bool = True, **kwargs: object) -> torch.nn.Module:
+        torch.manual_seed(0)
+        shape = {"img_size": 28, "patch_size": 7, "in_chans": 1, "embed_dim": 16, "num_heads": 1, "depth": 4}
+        return timm.create_model("vit_tiny_patch16_224", num_classes=10, **shape, **kwargs)
+
+    module, setting = load("tuning_few_images"), load("setting")
+    monkeypatch.setattr(embedded, "model", narrow)
+    kept = tmp_path / "mine.json"
+    diffrate.Schedule([17, 12, 9, 1], [17, 12, 9, 1]).save(kept)
+    file = tmp_path / "rows.json"
+    cost = diffrate.gmacs(narrow(), diffrate.Schedule.load(kept))
+    flags = ["--budgets", f"{cost:.9f}G", "--images", "40", "--workers", "0", "--epochs", "1", "--lr", "1e-3"]
+    monkeypatch.setattr(sys, "argv", ["tuning", *flags, "--schedule", str(kept), "--json", str(file)])
+    monkeypatch.setattr(setting.Setting, "search", lambda *_: pytest.fail("searched"))
+    module.main()
+    saved = json.loads(file.read_text())["results"]
+    rows = {row["name"]: row for row in saved["tables"]["tuning_few_images"]["rows"]}
+    assert list(rows) == ["uncompressed, distilled", "uncompressed, by labels", *module.ROWS]
+    for name, row in rows.items():
+        whole = name.startswith("uncompressed")
+        assert row["gmacs"] == pytest.approx(saved["gmacs"] if whole else cost, rel=0.1)
+    losses = [rows[f"search, {how}"]["loss_rise"] for how in ("not tuned", "distilled", "by labels")]
+    assert len(set(losses)) == 3  # weights moved, and differently
+    assert abs(rows["uncompressed, distilled"]["loss_rise"]) < 0.02  # its own teacher
+    by_labels = module.recipe_of(module.LABELS, "vit", 30, 2e-5)
+    assert replace(by_labels, batch_size=1024) == FINETUNE

@@ -182,7 +182,10 @@ def _measured(
     costs = {name: meters[name].mean() if name in meters else cost_of(each) for name, each in models.items()}
     speeds: dict[str, Speed] = {}
     if spread is not None:
-        speeds = _speeds(models, costs, spread.images(timed), amp_dtype if amp else "float32", mode)
+        try:
+            speeds = _speeds(models, costs, spread.images(timed), amp_dtype if amp else "float32", mode)
+        except (RuntimeError, DiffRateError) as error:  # what was evaluated is not lost
+            left_out = [*left_out, f"speed in mode {mode}: {str(error).splitlines()[0]}"]
     rows = _rows(built, budgets, evaluations, costs, meters, speeds)
     return Compared(evaluations[UNCOMPRESSED], gmacs(model), rows, left_out, speeds.get(UNCOMPRESSED))
 

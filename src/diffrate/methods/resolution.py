@@ -9,6 +9,7 @@ number of images in batches of any size is within one image of that share.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, cast
 
 import torch
@@ -54,13 +55,16 @@ class LowerResolution(nn.Module):
         return super().train(mode)
 
     def forward(self, images: Tensor) -> Tensor:
-        larger = in_turns(len(images), self.share, self.seen).to(images.device)
+        larger = in_turns(len(images), self.share, self.seen, images.device)
+        count = turns(self.seen + len(images), self.share) - turns(self.seen, self.share)
         self.seen += len(images)
+        order = larger.byte().argsort(
+            stable=True
+        )  # those of the smaller size first; nobody waits for how many
         logits: Tensor | None = None
-        for chosen, model, size in zip(
-            (~larger, larger), (self.smaller, self.larger), self.sizes, strict=True
+        for index, model, size in zip(
+            order.split((len(images) - count, count)), (self.smaller, self.larger), self.sizes, strict=True
         ):
-            index = chosen.nonzero().flatten()
             if len(index):
                 part = model(resize(images[index], size))
                 logits = part.new_empty(len(images), *part.shape[1:]) if logits is None else logits
@@ -106,10 +110,15 @@ def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
     return small.to(images.dtype)
 
 
-def in_turns(count: int, share: float, before: int = 0) -> Tensor:
+def in_turns(count: int, share: float, before: int = 0, device: torch.device | str | None = None) -> Tensor:
     """(count,) bool, evenly spread: of any first n, about share x n are true.
 
     before  images that had their turns already.
     """
-    steps = (torch.arange(before, before + count + 1, dtype=torch.float64) * share + 1e-9).floor()
-    return steps.diff() > 0
+    images = torch.arange(before, before + count + 1, dtype=torch.float64, device=device)
+    return (images * share + 1e-9).floor().diff() > 0
+
+
+def turns(images: int, share: float) -> int:
+    """How many of the first so many images are true in `in_turns`."""
+    return math.floor(images * share + 1e-9)

@@ -122,8 +122,10 @@ def _halves(sizes: Tensor, prefix: int, by_size: bool) -> tuple[Tensor, Tensor]:
     By turns: even positions join odd ones. By size: the smaller half joins the larger, among equals by turns.
     """
     b, n = sizes.shape
-    positions = torch.arange(prefix, n, device=sizes.device).expand(b, -1)
-    joining, staying = positions[:, positions[0] % 2 == 0], positions[:, positions[0] % 2 == 1]
+    joining, staying = (
+        torch.arange(first, n, 2, device=sizes.device).expand(b, -1)
+        for first in (prefix + prefix % 2, prefix + 1 - prefix % 2)
+    )
     if not by_size:
         return joining, staying
     by_turns = torch.cat([joining, staying], dim=1)
