@@ -1,4 +1,4 @@
-"""The first part of docs/how_good.md: what the tables below it come to, in sentences that the results write.
+"""The first part of docs/how_good.md: what the tables of docs/evidence.md come to, in sentences that the results write.
 
 A method counts as behind the search where the 95 % interval of a paired difference has one sign: in top-1, or in loss
 alone, which is less noisy.
@@ -6,6 +6,7 @@ alone, which is less noisy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ At equal MACs on the same images; "behind" and "ahead" where a 95 % interval of 
 TABLE = """\
 All methods: points of top-1 and rise of the loss against the uncompressed model; * is behind the search in top-1, \
 ° in loss alone. "The search's operator" is a method's counts under the operator of the search. Intervals, commands \
-and all other tables are below. \
+and all other tables are [the evidence](evidence.md). \
 How fast other models are: [speed.md](speed.md), and [training.md](training.md) for training; budgets in time and \
 power, Table 3 among them: [budgets.md](budgets.md); segmentation: [models.md](models.md).
 """
@@ -40,8 +41,8 @@ paper's models on its data ([what was run](#what-was-run-and-what-was-not)).
 in view: rows of ViT-Ti may be a little optimistic.
 - Most of what is gained over the paper's schedule on ViT-Ti is the operator's, as the row of its counts under the \
 search's operator says.
-- Merging by cost takes time that pruning does not: on this small model, at equal speed, searched schedules and \
-the paper's lie on one line.
+- Merging by cost takes time that pruning does not: at equal speed less of the lead over the paper's schedules is \
+left than at equal MACs.
 - Schedules run through kernels of ours; EViT, ToMe and the other rules run as torch has them. All of these, but not \
 the whole model and lower resolution, cut their patches by a product, which is faster ([speed.md](speed.md)).
 - A search is that of the commit which its file names. Those of Table 2, of the softened answers, of beginnings on \
@@ -147,18 +148,45 @@ def speeds(path: Path, results: Row, device: str) -> str:
     whole, rows = results["uncompressed"], results["rows"]
     of = {(row["method"], row["budget"]): row["speed"]["of_uncompressed"] for row in rows if row.get("speed")}
     methods, budgets = (list(dict.fromkeys(key[i] for key in of)) for i in range(2))
-    each = "; ".join(
-        f"{method} {', '.join(f'{of[method, b]:.2f}' if (method, b) in of else 'none' for b in budgets)}"
-        for method in methods
+    header = ("times as fast", *(f"{budget:.3g} GMACs" for budget in budgets))
+    own = {row["method"]: row["speed"]["mode"] for row in rows if row.get("speed")}
+    mode = whole["speed"]["mode"]
+    said = {name: name if own[name] == mode else f"{name} ({own[name]})" for name in methods}
+    cells = (
+        [said[name], *(f"{of[name, b]:.2f}" if (name, b) in of else "" for b in budgets)] for name in methods
     )
     how = whole["speed"]
     return (
         f"Images per second, on an {device} ({how['mode']}, {how['dtype']}, {how['batch_size']} images a batch), as "
-        f"multiples of the uncompressed {results['model']}'s {how['images_per_second']:,.0f}, at "
-        f"{', '.join(f'{b:.3g}' for b in budgets)} GMACs: {each} ([file](../results/{path.name})). "
-        f"By speed in place of MACs, no row is as fast as these and higher in top-1: {front(rows)}.\n\n"
+        f"multiples of the uncompressed {results['model']}'s {how['images_per_second']:,.0f} "
+        f"([file](../results/{path.name})):\n\n"
+        f"{chr(10).join(markdown_table.lines(header, cells))}\n\n"
+        f"By speed in place of MACs, no row is as fast as these and higher in top-1: {front(rows)}."
+        f"{at_equal_speed(rows)}\n\n"
         f"![Accuracy against MACs, and against images per second](../results/{path.with_suffix('.png').name})"
     )
+
+
+def at_equal_speed(rows: Sequence[Row]) -> str:
+    """What the loss of the paper's schedules is where they are as fast as searched ones: between two of them."""
+
+    def points(method: str) -> list[tuple[float, float]]:
+        return sorted(
+            (row["speed"]["of_uncompressed"], row["to_uncompressed"]["loss_difference"])
+            for row in rows
+            if row["method"] == method and row.get("speed")
+        )
+
+    searched, others = points("searched"), [(1.0, 0.0), *points("published")]
+    said = []
+    for speed, loss in searched:
+        for (slow, low), (fast, high) in itertools.pairwise(others):
+            if slow <= speed <= fast:
+                theirs = low + (high - low) * (speed - slow) / (fast - slow)
+                said.append(f"{loss:+.3f} and {theirs:+.3f} at {speed:.2f} times")
+    if not said:
+        return ""
+    return f" The loss of searched schedules, and of the paper's on a line through theirs: {'; '.join(said)}."
 
 
 def front(rows: Sequence[Row]) -> str:

@@ -1,9 +1,9 @@
-"""Write docs/how_good.md from the files in results/: every number there has its command, commit and machine.
+"""Write docs/how_good.md and docs/evidence.md from the files in results/: what came out, and all of its tables.
 
     python reproduce/page.py
 
-Tables of methods come from compare_*.json, those of the paper from reproduce_*.json and with_training_*.json, and what
-was run at all from what_was_run.py. Seconds; nothing is measured.
+Every number has its command, commit and machine. Tables of methods come from compare_*.json, those of the paper from
+reproduce_*.json and with_training_*.json, and what was run at all from what_was_run.py. Seconds; nothing is measured.
 """
 
 from __future__ import annotations
@@ -24,16 +24,24 @@ from diffrate.operator import Operator
 from diffrate.plots import accuracy_plot
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "how_good.md"
+PAGE, EVIDENCE = ROOT / "docs" / "how_good.md", ROOT / "docs" / "evidence.md"
 INTRODUCTION = """\
 # How good is it?
 
 Written by `python reproduce/page.py` from the files in [results/](../results/); do not edit it by hand. \
+Every table and figure of the paper, with intervals and commands: [the evidence](evidence.md). \
 Methods run with untouched weights, but where training is said, at equal MACs on the same images \
 (`diffrate compare`, `diffrate methods`); a row that is more than 1 % off its budget says so. \
 Differences are in points of top-1 and in mean negative log-likelihood, paired, with 95 % intervals from drawing \
 images anew; p is McNemar's. A search is that of the commit which its file names; how searches work, what was tried \
 and what has changed since: [search.md](search.md).
+"""
+TABLES = """\
+# The evidence
+
+Every table and figure of the paper, and what goes beyond it, as it was measured here; written by \
+`python reproduce/page.py` from the files in [results/](../results/), which have more. What it comes to, and what was \
+not run: [how good is it?](how_good.md)
 """
 NOT_HERE = """\
 "In part" is said of a file without all rows that the experiment has today, at three budgets where it takes several. \
@@ -44,10 +52,14 @@ The rest of what says "not run" is ready to run, and was not yet.
 
 
 def page(results: Path = ROOT / "results") -> str:
-    records = records_in(results)
+    """What came out, in short, and what was run."""
     run = "\n".join(what_was_run.lines(results)) + "\n"
-    body = [*in_short.lines(records, with_table), *sections(records)]
-    return "\n".join([INTRODUCTION, *body, run, NOT_HERE, "\n".join(of_the_paper()) + "\n"])
+    return "\n".join([INTRODUCTION, *in_short.lines(records_in(results), with_table), run, NOT_HERE])
+
+
+def evidence(results: Path = ROOT / "results") -> str:
+    """All tables."""
+    return "\n".join([TABLES, *sections(records_in(results)), "\n".join(of_the_paper()) + "\n"])
 
 
 Records = dict[Path, dict[str, Any]]
@@ -335,5 +347,6 @@ def draw(results: Path = ROOT / "results") -> None:
 
 if __name__ == "__main__":
     draw()
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    for file, text in ((PAGE, page()), (EVIDENCE, evidence())):
+        file.write_text(text, encoding="utf-8")
+        print(f"wrote {file}")

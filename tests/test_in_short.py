@@ -56,6 +56,7 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
             ("tome", 0.5, 0.7, 81.0),
         )
     ]
+    compared[2]["speed"]["mode"] = "graph"
     whole = {"gmacs": 1.0, "top1": 80.5, "loss": 0.3, "images": 10, "speed": speed}
     results = {"model": "small", "uncompressed": whole, "rows": compared, "left_out": []}
     record = {**ORIGIN, "device": "NVIDIA X", "results": results}
@@ -65,8 +66,8 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
     assert "-0.85 points of top-1 by a search, and it runs 1.80 times as fast.**" in text
     assert (
         "Images per second, on an NVIDIA X (eager, float16, 100 images a batch), as multiples of the uncompressed "
-        "small's 12,345, at 0.9, 0.5 GMACs: searched 1.10, 1.80; tome none, 0.70 "
-        "([file](../results/compare_x_h200.json)). "
+        "small's 12,345 ([file](../results/compare_x_h200.json)):\n\n"
+        "| times as fast | 0.9 GMACs | 0.5 GMACs |\n|---|---|---|\n| searched | 1.10 | 1.80 |\n| tome (graph) |  | 0.70 |\n\n"
         "By speed in place of MACs, no row is as fast as these and higher in top-1: tome at 0.5 (0.70, -0.50 points), "
         "searched at 0.5 (1.80, -0.50 points).\n"
     ) in text
@@ -83,6 +84,27 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
     record["device"] = "x86_64 CPU"
     (tmp_path / "compare_x_h200.json").write_text(json.dumps(record))
     assert "Images per second, on an" not in page.page(tmp_path)
+
+
+def test_losses_are_held_against_the_papers_at_equal_speed(load) -> None:
+    def row(method: str, of: float, loss: float) -> dict[str, Any]:
+        return {
+            "method": method,
+            "speed": {"of_uncompressed": of},
+            "to_uncompressed": {"loss_difference": loss},
+        }
+
+    rows = [
+        row("searched", 1.2, 0.01),
+        row("searched", 1.75, 0.03),
+        row("searched", 2.5, 0.1),
+        row("tome", 1.9, 0),
+    ]
+    said = load("in_short").at_equal_speed
+    assert said(rows) == ""
+    assert said([*rows, row("published", 2.0, 0.08), row("published", 1.5, 0.02)]).endswith(
+        "on a line through theirs: +0.010 and +0.008 at 1.20 times; +0.030 and +0.050 at 1.75 times."
+    )  # 2.5 is faster than any of theirs
 
 
 def test_ranks_are_those_of_searches_in_races_that_were_run_to_their_end(load, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/how_good.md: what the results say, with the paper's numbers, and plainly what is missing."""
+"""docs/how_good.md and docs/evidence.md: what was measured, beside the paper's numbers, and what is missing."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def run_lines(text: str) -> list[str]:
 def test_the_page_is_up_to_date(load) -> None:
     page = load("page")
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python reproduce/page.py"
+    assert page.EVIDENCE.read_text(encoding="utf-8") == page.evidence(), "run python reproduce/page.py"
 
 
 def test_methods_are_compared_in_short_and_experiments_come_once(load, tmp_path: Path) -> None:
@@ -40,8 +41,11 @@ def test_methods_are_compared_in_short_and_experiments_come_once(load, tmp_path:
     for model in ("embedded", "vit_tiny_patch16_224"):
         tables = {"transfer": {"rows": []}, "off_the_shelf": {"rows": rows}}
         written(tmp_path, f"reproduce_{model}.json", tables, model)
-    text = load("page").page(tmp_path)
-    short, _, details = text.partition("## Table 1, off the shelf\n")
+    page = load("page")
+    short, (_, _, details) = (
+        page.page(tmp_path),
+        page.evidence(tmp_path).partition("## Table 1, off the shelf\n"),
+    )
     assert (
         "| embedded, top-1 90.00 | 0.9 GMACs | 0.8 GMACs |\n|---|---|---|\n"
         "| search | -1.50, +0.100 | -0.25, +0.100 |\n| tome | -1.50, +0.100 |  |\n"
@@ -60,7 +64,7 @@ def test_rows_say_when_they_are_off_their_budget_and_what_batches_cost(load, tmp
         measured("evit", 1.0, gmacs=0.98, note="-2.0 % off the budget", operator="the paper's"),
     ]
     written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": rows}})
-    text = load("page").page(tmp_path)
+    text = load("page").evidence(tmp_path)
     assert "| ats (+2.1 % off the budget; padded to 1.095 GMACs in these batches) |  | 1.021 |" in text
     assert "| tome |  | 0.992 | 80.00 | -1.50 [-2.00, -1.00] | +0.100 [+0.050, +0.150] |" in text
     assert "| evit (-2.0 % off the budget) | the paper's | 0.980 |" in text
@@ -82,7 +86,7 @@ def test_compared_methods_have_their_speed_where_it_was_timed(load, tmp_path: Pa
     whole = {"gmacs": 1.0, "top1": 80.5, "loss": 0.3, "images": 10}
     results = {"model": "small", "uncompressed": whole, "rows": rows, "left_out": ["spvit: untrained"]}
     (tmp_path / "compare_x.json").write_text(json.dumps({**ORIGIN, "results": results}))
-    text = load("page").page(tmp_path)
+    text = load("page").evidence(tmp_path)
     assert "| points to the first method | p | images/s | of uncompressed |\n" in text
     assert (
         "| tome | 0.800 | 80.00 | -0.50 [-1.00, +0.00] | +0.100 [+0.000, +0.200] |  |  | 12,346 | 1.46 |\n"
@@ -101,7 +105,7 @@ def test_rows_are_paired_with_the_search_where_that_is_known(load, tmp_path: Pat
     }
     rows = [measured("search", 0.8), measured("tome", 0.8, to_search={**to, "mcnemar_p": 0.0312})]
     written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": rows}})
-    lines = load("page").page(tmp_path).splitlines()
+    lines = load("page").evidence(tmp_path).splitlines()
     start = lines.index(
         "| budget |  | GMACs | top-1 % | points | loss rise | points to the search | loss to the search | p |"
     )
@@ -116,7 +120,7 @@ def test_the_papers_numbers_are_shown_for_each_of_its_models(load, tmp_path: Pat
         "sorting_metric": {"rows": [], "paper": {"random": 79.72, "class-attention": 81.5}},
     }
     written(tmp_path, "reproduce_x.json", tables)
-    text = load("page").page(tmp_path)
+    text = load("page").evidence(tmp_path)
     assert "- deit_small: uncompressed: 79.82 at 4.6 G; tome: 77.99 at 2.3 G and 78.89 at 2.9 G\n" in text
     assert "The paper has random: 79.72; class-attention: 81.5.\n" in text
     assert "| DeiT-S | 2.5 | 79.09 | 79.61 |" in text
@@ -140,7 +144,7 @@ def test_races_are_a_table_and_a_sentence_each(load, tmp_path: Path) -> None:
     ]  # fmt: skip
     cut = {**rows[0], "budget": 0.8, "entered": [10000], "images": [64], "complete": False}
     written(tmp_path, "reproduce_x.json", {"schedule_comparison": {"rows": [*rows, cut]}})
-    text = load("page").page(tmp_path)
+    text = load("page").evidence(tmp_path)
     assert (
         "| 0.655 | search | loss | 0.9765 | 85 | 10,000 | 0.85 | 21 | 3 of 500 | 22 |\n"
         "| 0.655 | search | divergence |  | 4 | 10,000 | 0.04 |  | 3 of 500 | 1,234 |\n"
@@ -157,7 +161,7 @@ def test_other_rows_are_a_table_and_reasons_come_once(load, tmp_path: Path) -> N
         {"name": "spvit", "budget": 0.8, "left_out": "must be trained"},
     ]
     written(tmp_path, "reproduce_x.json", {"improvements": {"rows": rows}})
-    text = load("page").page(tmp_path)
+    text = load("page").evidence(tmp_path)
     assert "|  | lowest loss |\n|---|---|\n| x \\|V\\| | 1 |\n" in text
     assert "- Left out: spvit at 1, 0.8 GMACs: must be trained.\n" in text
 
@@ -172,12 +176,13 @@ def test_trainings_have_their_note_the_papers_numbers_and_what_was_left_out(load
     }  # fmt: skip
     record = {**ORIGIN, "results": training, "note": "It shared a GPU."}
     (tmp_path / "with_training_small.json").write_text(json.dumps(record))
-    text = load("page").page(tmp_path)
+    page = load("page")
+    text = page.evidence(tmp_path)
     assert "| 50% | spvit, fine-tuned | 0.170 | 90.50 | 2 | 3 of 4 |" in text
     assert "Uncompressed: 0.350 GMACs, top-1 92.00. It shared a GPU.\n" in text
     assert "- deit_small: DiffRate 2.9, tuned: 79.83\n" in text
     assert "\nLeft out: tome cannot do that.\n" in text
-    (line,) = [line for line in run_lines(text) if "with_training_small.json" in line]
+    (line,) = [line for line in run_lines(page.page(tmp_path)) if "with_training_small.json" in line]
     assert "| small | 50% | [with_training_small.json]" in line
     assert "(in part: without uncompressed, fine-tuned; fine-tuned; uncompressed, from scratch; " in line
     assert "; evit, fine-tuned; tome, fine-tuned; ended before the last epoch: spvit, fine-tuned) |" in line
