@@ -228,7 +228,11 @@ def ranks(raced: Sequence[tuple[Row, Row]]) -> Iterator[str]:
             rows.append([results["model"] + pruned, f"{budget:.3g} ({share})", images, *counts])
     header = ("", "GMACs", "images", "by loss", "by divergence from the whole model")
     yield from markdown_table.lines(header, rows)
-    yield "\nA hundred are 1 %. Where budgets are loose, few images rank by chance: see the same searches on more."
+    yield (
+        "\nA hundred are 1 %. The divergence is the rise of the loss that is to be expected where the whole model's "
+        "probabilities are right: the same ranking without the chance of which labels these images have. Where budgets "
+        "are loose, few labels rank by chance: see the same searches on more images."
+    )
 
 
 MARKS = {SIDES[0]: "*", SIDES[1]: "°"}
