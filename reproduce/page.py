@@ -1,6 +1,7 @@
 """Write docs/how_good.md and docs/evidence.md from the files in results/: what came out, and all of its tables.
 
     python reproduce/page.py
+    python reproduce/page.py --check    # exits with 1 where that would change a page
 
 Every number has its command, commit and machine. Tables of methods come from compare_*.json, those of the paper from
 reproduce_*.json and with_training_*.json, and what was run at all from what_was_run.py. Seconds; nothing is measured.
@@ -8,7 +9,9 @@ reproduce_*.json and with_training_*.json, and what was run at all from what_was
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -345,8 +348,18 @@ def draw(results: Path = ROOT / "results") -> None:
         accuracy_plot(compared, path.with_suffix(".png"), title)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--check", action="store_true", help="write nothing")
+    pages = {PAGE: page, EVIDENCE: evidence}
+    if flags.parse_args().check:
+        stale = [file.name for file, text in pages.items() if file.read_text(encoding="utf-8") != text()]
+        sys.exit(f"stale: {', '.join(stale)}" if stale else 0)
     draw()
-    for file, text in ((PAGE, page()), (EVIDENCE, evidence())):
-        file.write_text(text, encoding="utf-8")
+    for file, text in pages.items():
+        file.write_text(text(), encoding="utf-8")
         print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

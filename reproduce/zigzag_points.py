@@ -10,9 +10,9 @@ Measured here: tests/costs/zigzag_points.json, the first of 72: 197 x 384 x 1152
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -152,4 +152,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("points", help="file to write")
+    main(flags.parse_args().points)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import diffrate
 from conftest import random_vit
-from diffrate import speed
+from diffrate import kernels, speed
 from diffrate.compare import Compared, Row, as_csv, compare, markdown, operators, speed_line, table
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate
@@ -370,3 +370,31 @@ def test_what_cannot_be_timed_is_left_out_and_no_row_is_lost(
     assert [row.method for row in compared.rows] == ["tome"]
     assert compared.speed is None
     assert "images/s" not in table(compared)[0]
+
+
+def test_the_uncompressed_model_is_also_timed_with_patches_by_product(
+    model: nn.Module, loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "INTERPRETED", True)  # as on a GPU
+    monkeypatch.setattr("diffrate.compare.time_rows", functools.partial(time_rows, repeats=1))
+    compared = compare(model, loader, ["evit"], "60%", amp=True, amp_dtype="bfloat16", batch_size=4)
+    assert compared.by_product is not None
+    assert compared.by_product.name == "uncompressed, patches by product"
+    saved = compared.to_dict()["uncompressed"]
+    assert saved["speed_by_product"]["of_uncompressed"] == compared.by_product.of_uncompressed
+    assert speed_line(compared).endswith(f"by product: {compared.by_product.of_uncompressed:.2f} x whole")
+    assert [row.method for row in compared.rows] == ["evit"]
+    assert compare(model, loader, ["evit"], "60%", batch_size=4).by_product is None  # in fp32
+
+
+def test_times_that_differ_much_say_so(model: nn.Module, loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(rows: list[Entrant], images: torch.Tensor, mode: str, dtype: str) -> list[Speed]:
+        spread = {"evit": [1.0, 1.0, 2.0, 3.0, 3.0]}
+        found = {
+            row.name: (spread.get(row.name.split()[0], [2.0, 2.05, 2.1, 2.1, 2.1]), None) for row in rows
+        }
+        return speeds_of(rows, found, len(images), mode, dtype)
+
+    monkeypatch.setattr("diffrate.compare.time_rows", timed)
+    rows = compare(model, loader, ["evit", "tome"], "60%").rows
+    assert ["times differ by 100%" in row.note for row in rows] == [True, False]

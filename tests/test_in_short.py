@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from test_page import ORIGIN, measured, written
 
 
@@ -31,7 +33,7 @@ def test_who_is_behind_the_search_and_who_cannot_be_told_from_it(load, tmp_path:
     text = load("page").page(tmp_path)
     assert (
         "- embedded at 0.5 GMACs, 50 % of them: the search changes top-1 by -0.85 points [-1.70, +0.05]. Behind it in "
-        "top-1: tome; behind it in loss alone: evit; ahead of it: published, resolution; not told from it: random "
+        "top-1: tome; behind it in loss alone: evit; ahead of it: published, resolution; no clear difference: random "
         "under the search's operator.\n"
     ) in text
     assert (
@@ -69,7 +71,7 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
         "small's 12,345 ([file](../results/compare_x_h200.json)):\n\n"
         "| times as fast | 0.9 GMACs | 0.5 GMACs |\n|---|---|---|\n| searched | 1.10 | 1.80 |\n"
         "| tome (graph) |  | 0.70 |\n\n"
-        "By speed in place of MACs, no row is as fast as these and higher in top-1: tome at 0.5 (0.70, -0.50 points), "
+        "Rows that no other row beats in both speed and top-1: tome at 0.5 (0.70, -0.50 points), "
         "searched at 0.5 (1.80, -0.50 points).\n"
     ) in text
     assert "(../results/compare_x_h200.png)" in text
@@ -85,6 +87,38 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
     record["device"] = "x86_64 CPU"
     (tmp_path / "compare_x_h200.json").write_text(json.dumps(record))
     assert "Images per second, on an" not in page.page(tmp_path)
+
+
+def test_what_the_patch_embedding_gives_is_said_apart(load, tmp_path: Path) -> None:
+    alike = load("in_short").with_patches_alike
+    speed = {"ms": 20.0, "batch_size": 1000, "dtype": "float16"}
+    results = {"model": "vit_tiny_patch16_224", "uncompressed": {"speed": speed}}
+    assert alike(results, {}) == (1.0, "")
+    by_itself = {"features": 192, "dtype": "float16", "images": 500}
+    by_itself |= {"embedding_by_convolution_ms": 3.0, "embedding_by_product_ms": 1.0}
+    records = {
+        tmp_path / "patches_h200.json": {"results": {"rows": [{**by_itself, "features": 384}, by_itself]}}
+    }
+    assert alike(results, records) == (pytest.approx(0.8), "or about ")  # 4 of 20 ms
+    results["uncompressed"]["speed_by_product"] = {"of_uncompressed": 1.25}
+    assert alike(results, records) == (pytest.approx(0.8), "or ")
+    rows = [{"method": "searched", "speed": {"of_uncompressed": 2.0}}]
+    said = load("in_short").patches({**results, "rows": rows}, records)
+    assert "searched schedules are 1.60 times as fast (by the same run; " in said
+
+
+def test_speeds_on_a_cpu_are_a_sentence(load) -> None:
+    speed = {"mode": "eager", "dtype": "float32", "batch_size": 50, "of_uncompressed": 1.5}
+    row = {"method": "tome", "budget": 0.5, "speed": speed}
+    results: dict[str, Any] = {"model": "small", "uncompressed": {"speed": speed}, "rows": [row]}
+    record = {"device": "a CPU", "commit": "0123456789abc", "results": results}
+    said = load("in_short").elsewhere(Path("compare_x.json"), record)
+    assert said == (
+        "On a CPU (a CPU, eager, float32, 50 images a batch) small at 0.5 GMACs is so many times as fast: tome 1.50 "
+        "([file](../results/compare_x.json), commit 0123456789).\n"
+    )
+    results["uncompressed"]["speed"] = None
+    assert load("in_short").elsewhere(Path("compare_x.json"), record) == ""
 
 
 def test_losses_are_held_against_the_papers_at_equal_speed(load) -> None:
@@ -104,7 +138,7 @@ def test_losses_are_held_against_the_papers_at_equal_speed(load) -> None:
     said = load("in_short").at_equal_speed
     assert said(rows) == ""
     assert said([*rows, row("published", 2.0, 0.08), row("published", 1.5, 0.02)]).endswith(
-        "on a line through theirs: +0.010 and +0.008 at 1.20 times; +0.030 and +0.050 at 1.75 times."
+        "---|\n| 1.20 | +0.010 | +0.008 |\n| 1.75 | +0.030 | +0.050 |\n\n"
     )  # 2.5 is faster than any of theirs
 
 

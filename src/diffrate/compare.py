@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from diffrate import kernels
 from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
@@ -29,11 +30,21 @@ from diffrate.operator import Operator
 from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import parse_gmacs
-from diffrate.speed import DTYPES, UNCOMPRESSED, Entrant, Speed, check_mode, time_rows
+from diffrate.speed import (
+    BY_PRODUCT,
+    DTYPES,
+    UNCOMPRESSED,
+    Entrant,
+    PatchesByProduct,
+    Speed,
+    check_mode,
+    time_rows,
+)
 
 AT_ONCE = 64  # images, while costs are measured
 NUMBERS = ("top1", "top5", "loss", "images")
 SPEEDS = ("images_per_second", "of_uncompressed", "ms", "spread_ms")
+UNSTEADY = 0.1  # of the time: a wider spread is said
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,9 @@ class Compared:
     rows: list[Row]
     left_out: list[str]
     speed: Speed | None = None  # of the uncompressed model; None where nothing was timed
+    by_product: Speed | None = (
+        None  # of the same with its patches cut by a product, as those of compressed models are
+    )
 
     def to_dict(self) -> dict[str, Any]:
         whole = {name: getattr(self.whole, name) for name in NUMBERS}
@@ -81,6 +95,7 @@ class Compared:
                 "gmacs": self.gmacs,
                 **whole,
                 "speed": None if self.speed is None else asdict(self.speed),
+                "speed_by_product": None if self.by_product is None else asdict(self.by_product),
             },
             "rows": [row.to_dict() for row in self.rows],
             "left_out": self.left_out,
@@ -187,7 +202,8 @@ def _measured(
         except (RuntimeError, DiffRateError) as error:  # what was evaluated is not lost
             left_out = [*left_out, f"speed in mode {mode}: {str(error).splitlines()[0]}"]
     rows = _rows(built, budgets, evaluations, costs, meters, speeds)
-    return Compared(evaluations[UNCOMPRESSED], gmacs(model), rows, left_out, speeds.get(UNCOMPRESSED))
+    whole = evaluations[UNCOMPRESSED], gmacs(model)
+    return Compared(*whole, rows, left_out, speeds.get(UNCOMPRESSED), speeds.get(UNCOMPRESSED + BY_PRODUCT))
 
 
 def _rows(
@@ -208,8 +224,8 @@ def _rows(
             notes = [off_budget(costs[key], budget)]
             if key in meters:
                 notes.append(f"padded to {meters[key].padded():.3g} GMACs in these batches")
-            if key in speeds and speeds[key].mode != speeds[UNCOMPRESSED].mode:
-                notes.append(f"timed {speeds[key].mode}")
+            if key in speeds:
+                notes += _timing(speeds[key], speeds[UNCOMPRESSED])
             to_whole = compare_evaluations(result, evaluations[UNCOMPRESSED])
             to_first = None if first is None else compare_evaluations(result, first)
             first = first or result
@@ -230,6 +246,14 @@ def _rows(
     return rows
 
 
+def _timing(speed: Speed, whole: Speed) -> list[str]:
+    """What to know of a row's speed."""
+    said = [f"timed {speed.mode}"] if speed.mode != whole.mode else []
+    if speed.spread_ms > UNSTEADY * speed.ms:
+        said.append(f"times differ by {speed.spread_ms / speed.ms:.0%}")
+    return said
+
+
 def _speeds(
     models: Mapping[str, nn.Module], costs: Mapping[str, float], images: Tensor, dtype: str, mode: str
 ) -> dict[str, Speed]:
@@ -239,6 +263,11 @@ def _speeds(
         Entrant(name, each.to(DTYPES[dtype]).eval(), costs[name], eager=decides_by_image(each))
         for name, each in lent.items()
     ]
+    if (
+        images.is_cuda or kernels.INTERPRETED
+    ) and dtype != "float32":  # where patches are faster so, any model could have them
+        whole = rows[0]
+        rows.append(Entrant(whole.name + BY_PRODUCT, PatchesByProduct(whole.model), whole.gmacs))
     batch = images.to(DTYPES[dtype])
     timed = largest_that_fits(lambda n: time_rows(rows, batch[:n], mode, dtype), len(batch), "what is timed")
     return {speed.name: speed for speed in timed}
@@ -311,8 +340,13 @@ def _speed_cells(speed: Speed | None) -> list[str]:
 
 def speed_line(compared: Compared) -> str:
     """How the speeds were measured, to stand behind what else is said of a comparison."""
-    speed = compared.speed
-    return "" if speed is None else f"; speed: {speed.mode}, {speed.dtype}, {speed.batch_size} images a batch"
+    speed, other = compared.speed, compared.by_product
+    if speed is None:
+        return ""
+    said = f"; speed: {speed.mode}, {speed.dtype}, {speed.batch_size} images a batch"
+    if other is not None:
+        said += f"; uncompressed{BY_PRODUCT}: {other.of_uncompressed:.2f} x whole"
+    return said
 
 
 def operators(rows: Iterable[Mapping[str, Any]]) -> list[str]:

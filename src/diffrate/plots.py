@@ -76,7 +76,8 @@ def speed_plot(rows: list[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-MARKERS = "osD^vP"  # one for each round of the ten colours
+MARKERS = "osD^vP"  # one for each round of the colours
+COLOURS = [*(f"C{i}" for i in range(10)), "black", "darkblue", "saddlebrown", "lime"]
 
 
 def accuracy_plot(results: Mapping[str, Any], path: Path, title: str = "") -> None:
@@ -111,8 +112,8 @@ def accuracy_figure(results: Mapping[str, Any], title: str = "") -> Figure:
                 at,
                 [row["top1"] for row in its],
                 yerr=[[max(0.0, end) for end in ends] for ends in (low, high)],
-                color=f"C{i % 10}",
-                marker=MARKERS[i // 10 % len(MARKERS)],
+                color=COLOURS[i % len(COLOURS)],
+                marker=MARKERS[i % len(MARKERS)],
                 markersize=4 if i else 6,
                 linewidth=1 if i else 2.5,  # the first is what others are held against
                 elinewidth=0.5,
