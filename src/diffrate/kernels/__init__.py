@@ -285,7 +285,7 @@ def add(tokens: Tokens, update: Tensor, norm: nn.LayerNorm | None) -> Tokens:
     if norm is None or not can or torch.compiler.is_compiling():
         return tokens.with_features(x + update)
     x, normed = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps)
-    return replace(tokens, x=x, normed=normed)
+    return replace(tokens.with_features(x), normed=normed)
 
 
 def add_measured(tokens: Tokens, update: Tensor) -> Tokens:
