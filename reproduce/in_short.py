@@ -204,7 +204,7 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
 
 
 def at_equal_speed(rows: Sequence[Row]) -> str:
-    """A table of the loss of the paper's schedules where they are as fast as searched ones: between two of them."""
+    """A table: the loss of searched schedules, and of the paper's where they are as fast, on lines between them."""
 
     def points(method: str) -> list[tuple[float, float]]:
         return sorted(
@@ -213,16 +213,20 @@ def at_equal_speed(rows: Sequence[Row]) -> str:
             if row["method"] == method and row.get("speed")
         )
 
-    searched, others = points("searched"), [(1.0, 0.0), *points("published")]
+    searched, others = points("searched"), sorted([(1.0, 0.0), *points("published")])
     said = []
     for speed, loss in searched:
         for (slow, low), (fast, high) in itertools.pairwise(others):
-            if slow <= speed <= fast:
+            if slow < speed <= fast:
                 theirs = low + (high - low) * (speed - slow) / (fast - slow)
                 said.append((f"{speed:.2f}", f"{loss:+.3f}", f"{theirs:+.3f}"))
     if not said:
         return ""
-    header = ("times as fast", "loss rise, searched", "the paper's, on a line through theirs")
+    header = (
+        "times as fast",
+        "loss rise, searched",
+        "the paper's, on a line through theirs and the whole model",
+    )
     return "\n".join(markdown_table.lines(header, said)) + "\n\n"
 
 

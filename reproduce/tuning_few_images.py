@@ -8,7 +8,7 @@ loss of their own keep it. Measured are the weights of the last epoch: nothing i
     python reproduce/tuning_few_images.py --model vit_tiny_patch16_224 --checkpoint WEIGHTS --data-dir imagenet \\
         --crop-pct 1.0 --budgets 0.81G,0.655G --side-by-side 8 --json results/reproduce_NAME_tuning_few_images_h200.json
 
-Cost: a search for each budget, unless `--schedule FILE` has one, and eight trainings of a thousand images an epoch.
+Cost: a search for each budget, unless `--schedule FILE` has one, seven trainings for each and two of the whole model.
 
 Measured here: not run yet.
 """
@@ -75,7 +75,7 @@ class Job:
     checkpoint: Path | None
     pretrained: bool
     data_dir: Path | None
-    split: str
+    split: str | None
     workers: int
     device: str
 
@@ -145,16 +145,20 @@ def run(setting: Setting, arguments: argparse.Namespace) -> None:
     jobs += [job(WHOLE, how, whole, None, arguments) for how in (DISTILLED, LABELS)]
     with tempfile.TemporaryDirectory() as folder:
         places = [(each, str(Path(folder) / str(i))) for i, each in enumerate(jobs)]
-        if arguments.side_by_side == 1:
-            done = (tuned(*place) for place in places)
-        else:
+        done = (tuned(*place) for place in places)
+        pool = None
+        if arguments.side_by_side > 1:
             pool = ProcessPoolExecutor(arguments.side_by_side, multiprocessing.get_context("spawn"))
             done = (each.result() for each in as_completed([pool.submit(tuned, *place) for place in places]))
-        for each, weights in done:
-            model = each.under(each.load()).to(setting.device)
-            model.load_state_dict(load_file(weights))
-            nearest = min([*setting.budgets, whole], key=lambda b, at=each.budget: abs(b - at))  # type: ignore[misc]
-            table.measure(f"{each.name}, {each.how}", model, budget=nearest, epochs=each.recipe.epochs)
+        try:
+            for each, weights in done:
+                model = each.under(each.load()).to(setting.device)
+                model.load_state_dict(load_file(weights))
+                nearest = min([*setting.budgets, whole], key=lambda b, at=each.budget: abs(b - at))  # type: ignore[misc]
+                table.measure(f"{each.name}, {each.how}", model, budget=nearest, epochs=each.recipe.epochs)
+        finally:
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
     order = [f"{SEARCHED}, {NOT_TUNED}", *(f"{each.name}, {each.how}" for each in jobs)]
     table.rows.sort(key=lambda row: (-row["budget"], order.index(row["name"])))
     save(setting)
@@ -164,17 +168,18 @@ def job(
     name: str, how: str, budget: float, schedule: diffrate.Schedule | None, arguments: argparse.Namespace
 ) -> Job:
     a = arguments
+    inside = a.val_dir is None or a.data_dir is None or (a.data_dir / a.search_split).is_dir()
     return Job(
         name, how, budget, None if schedule is None else schedule.to_dict(),
-        recipe_of(how, a.model, a.epochs, a.lr), a.model, a.checkpoint, a.pretrained, a.data_dir, a.search_split,
-        a.workers, str(resolve_device(None)),
+        recipe_of(how, a.model, a.epochs, a.lr), a.model, a.checkpoint, a.pretrained, a.data_dir,
+        a.search_split if inside else None, a.workers, str(resolve_device(None)),
     )  # fmt: skip
 
 
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--epochs", type=int, default=20)
-    flags.add_argument("--lr", type=float, default=1e-4, help="where the whole model teaches")
+    flags.add_argument("--lr", type=float, default=FINETUNE.lr, help="where the whole model teaches")
     flags.add_argument(
         "--schedule",
         action="append",

@@ -26,6 +26,7 @@ from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evalu
 from diffrate.methods import METHODS, build, cost_of, settings_of
 from diffrate.methods.by_image import ImageCosts, Spread, decides_by_image, spread_images
 from diffrate.methods.fit import TOLERANCE, off_budget
+from diffrate.methods.resolution import LowerResolution
 from diffrate.operator import Operator
 from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
@@ -129,10 +130,11 @@ def compare(
                of the budget that they meet.
     trained    the same with models that have weights of their own, such as methods.trained.read_trained returns.
     speed      also time every row, with `batch_size` images spread over the set; with amp, all in that type.
-    mode       in which rows are timed, as in bench; those that decide image by image run eager in every mode.
+    mode       in which rows are timed, as in bench; those that have no one graph run eager, and say so.
     """
     whole = gmacs(model)
-    check_mode(mode, torch.device(device))
+    if speed:
+        check_mode(mode, torch.device(device))
     for name in methods:
         if name not in METHODS:
             raise DiffRateError(f"there is no method {name!r}: `diffrate methods` lists {', '.join(METHODS)}")
@@ -199,8 +201,9 @@ def _measured(
     if spread is not None:
         try:
             speeds = _speeds(models, costs, spread.images(timed), amp_dtype if amp else "float32", mode)
-        except (RuntimeError, DiffRateError) as error:  # what was evaluated is not lost
-            left_out = [*left_out, f"speed in mode {mode}: {str(error).splitlines()[0]}"]
+        except Exception as error:  # whatever it is, what was evaluated is not lost
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            left_out = [*left_out, f"speed in mode {mode}: {reason}"]
     rows = _rows(built, budgets, evaluations, costs, meters, speeds)
     whole = evaluations[UNCOMPRESSED], gmacs(model)
     return Compared(*whole, rows, left_out, speeds.get(UNCOMPRESSED), speeds.get(UNCOMPRESSED + BY_PRODUCT))
@@ -246,6 +249,11 @@ def _rows(
     return rows
 
 
+def _runs_eager(model: nn.Module, mode: str) -> bool:
+    """Whether a model has no one graph: its tokens depend on the images or, where it is compiled, on the turn."""
+    return decides_by_image(model) or ("compiled" in mode and isinstance(model, LowerResolution))
+
+
 def _timing(speed: Speed, whole: Speed) -> list[str]:
     """What to know of a row's speed."""
     said = [f"timed {speed.mode}"] if speed.mode != whole.mode else []
@@ -260,7 +268,7 @@ def _speeds(
     """Every model on the same images, timed in turns; the batch is halved where there is no memory for it."""
     lent = copy.deepcopy(dict(models))  # together, so that what they share stays shared
     rows = [
-        Entrant(name, each.to(DTYPES[dtype]).eval(), costs[name], eager=decides_by_image(each))
+        Entrant(name, each.to(DTYPES[dtype]).eval(), costs[name], eager=_runs_eager(each, mode))
         for name, each in lent.items()
     ]
     if (

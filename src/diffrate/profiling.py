@@ -262,6 +262,7 @@ def _removed(backbone: Backbone, i: int, images: Tensor, operator: Operator) -> 
             size=None if fewer.size is None else fewer.size[:, :n].contiguous(),
             log_size=None if fewer.log_size is None else fewer.log_size[:, :n],
             normed=None if fewer.normed is None else fewer.normed[:, :n].contiguous(),
+            length=None,
             patches=None if fewer.patches is None else fewer.patches.clamp(-n, n - 1),
             positions=None if fewer.positions is None else fewer.positions.taken(first),
         )

@@ -15,7 +15,7 @@ from diffrate.backbones.base import Attention
 from diffrate.kernels import ops, removal
 from diffrate.mixing import mix
 from diffrate.searching.many import logits_of_many
-from diffrate.tokens import Tokens, start
+from diffrate.tokens import Tokens, rows, start
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -292,3 +292,27 @@ def test_tokens_are_measured_where_attention_is_added(model, images, monkeypatch
     assert (len(added), len(measured)) == (2, 0)  # blocks 1 and 2; block 3 runs for the class token alone
     fast(images)
     assert (len(added), len(measured)) == (2, 2)  # in training a sum is torch's
+
+
+@pytest.mark.parametrize("count", [3, 5])  # images: few, and more
+@pytest.mark.parametrize("name", ["attn.proj", "mlp.fc2"])
+@pytest.mark.parametrize("block", [0, 1, 2])  # removes nothing, prunes and merges, removes nothing
+def test_one_layer_that_learns_alone_gets_its_gradient(model, block, name, count):
+    """What is added to tokens that do not learn may itself."""
+    model.requires_grad_(False)
+    weight = model.get_submodule(f"blocks.{block}.{name}").weight.requires_grad_()
+    fast, images = diffrate.compress(model, SCHEDULE), torch.randn(count, 3, 32, 32, device=DEVICE)
+    found = []
+    for path in ("auto", "plain"):
+        weight.grad = None
+        with kernels.using(path):
+            fast(images).square().sum().backward()
+        found.append(weight.grad)
+    torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)
+
+
+def test_a_part_of_a_batch_keeps_the_lengths_of_its_tokens():
+    x = torch.randn(3, 5, 8, device=DEVICE)
+    part = rows(Tokens(x, 1, length=x.norm(dim=-1)), slice(1, 3))
+    assert torch.equal(part.length, x[1:3].norm(dim=-1))
+    assert part.with_features(2 * part.x).length is None

@@ -13,7 +13,7 @@ import diffrate
 from conftest import random_vit
 from diffrate.backbones import backbone_of
 from diffrate.methods.policy import PolicyModel
-from diffrate.methods.tome import NormPreserving, SizeAware, ToMe, merge_pairs
+from diffrate.methods.tome import NormPreserving, SizeAware, ToMe, _halves, merge_pairs
 from diffrate.tokens import Tokens, start
 
 
@@ -137,3 +137,9 @@ def test_a_mean_of_opposites_keeps_its_norm_finite() -> None:
     x = torch.tensor([[[1.0, 0], [1, 0], [-1, 0]]])
     merged = merge_pairs(start(x, 1, track=False), x, 1, keep_norm=True)
     assert merged.x.isfinite().all()
+
+
+def test_where_no_image_token_is_left_nothing_is_split() -> None:
+    for by_size in (False, True):
+        joining, staying = _halves(torch.ones(2, 3), 3, by_size)
+        assert joining.shape == staying.shape == (2, 0)

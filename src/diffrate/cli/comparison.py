@@ -132,7 +132,8 @@ def compare_command(
     for target in [*targets, *([] if output is None else [output / name for name in DRAWN])]:
         check_target(target)
     where = resolve_device(device)
-    check_mode(mode, where)
+    if speed:
+        check_mode(mode, where)
     size = None if img_size is None else o.read_size(img_size)
     whole = load_model(model, checkpoint, pretrained, num_classes, size, o.read_kwargs(model_kwargs))
     o.note_random_weights(model, checkpoint, pretrained)

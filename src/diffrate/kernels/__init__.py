@@ -281,7 +281,12 @@ def add(tokens: Tokens, update: Tensor, norm: nn.LayerNorm | None) -> Tokens:
     A compiler fuses the two by itself.
     """
     x = tokens.x
-    can = norm is not None and _can_norm(norm, x) and not _learns(x) and update.dtype == x.dtype
+    can = (
+        norm is not None
+        and _can_norm(norm, x)
+        and not (_learns(x) or _learns(update))
+        and update.dtype == x.dtype
+    )
     if norm is None or not can or torch.compiler.is_compiling():
         return tokens.with_features(x + update)
     x, normed = ops.add_norm(x, update, norm.weight, norm.bias, norm.eps)

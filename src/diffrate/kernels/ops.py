@@ -10,8 +10,7 @@
     diffrate::spread           that gather
 
 `add_norm` and `add_measured`, a sum with its norm or its length, are only called directly: a compiler fuses the two by
-itself. Logits have base 2. Of
-gradients there are those of the features; logits and sizes have none, as in `reduction`.
+itself. Logits have base 2. Of gradients there are those of the features; logits and sizes have none, as in `reduction`.
 """
 
 from diffrate.kernels.attention import (

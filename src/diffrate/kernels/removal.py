@@ -147,7 +147,7 @@ def _reduce(
     weight, bias, eps = affine
     joins = prune > keep > prefix
     joining = prune - keep if joins else 0
-    length = lengths(x) if joins and length is None else or_any(length, importance)
+    length = lengths(x) if joins and length is None else or_any(length, importance).contiguous()
     if by_cost:
         with step("ranking"):
             order = rank_by_cost(x, importance, order, length, prefix, floor)

@@ -2,7 +2,7 @@
 
 All work on one image needs no other image, so every grid is images x tiles. Scores and similarities are fp32, whatever
 the features are. Token counts are plain arguments, and not special where they are 1 or a multiple of 16
-(`do_not_specialize`), so that one compiled kernel serves every block and every batch. `removal` holds what calls them;
+(`do_not_specialize`), so that few compiled kernels serve all blocks and batches. `removal` holds what calls them;
 `ranking` and `reduction` are their plain twins.
 """
 
@@ -269,6 +269,7 @@ def assemble_kernel(
 @triton.jit
 def stretch_to(longest, squared, grows):
     """What makes a mean of this squared length as long as its longest member; 1 where that is no number."""
+    longest = tl.where(longest > 1e-12, longest, 0.0)  # as lengths have it: nothing at all
     factor = longest / tl.sqrt(tl.maximum(squared, 1.1754943508222875e-38))
     return tl.where(grows & (factor < 3.4e38), factor, 1.0)
 

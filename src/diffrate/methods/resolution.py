@@ -58,9 +58,7 @@ class LowerResolution(nn.Module):
         larger = in_turns(len(images), self.share, self.seen, images.device)
         count = turns(self.seen + len(images), self.share) - turns(self.seen, self.share)
         self.seen += len(images)
-        order = larger.byte().argsort(
-            stable=True
-        )  # those of the smaller size first; nobody waits for how many
+        order = larger.byte().argsort(stable=True)  # the smaller size first; nobody waits for how many
         logits: Tensor | None = None
         for index, model, size in zip(
             order.split((len(images) - count, count)), (self.smaller, self.larger), self.sizes, strict=True
@@ -115,8 +113,11 @@ def in_turns(count: int, share: float, before: int = 0, device: torch.device | s
 
     before  images that had their turns already.
     """
-    images = torch.arange(before, before + count + 1, dtype=torch.float64, device=device)
-    return (images * share + 1e-9).floor().diff() > 0
+    where = (
+        device if torch.device(device or "cpu").type in ("cpu", "cuda") else None
+    )  # others have no such numbers
+    images = torch.arange(before, before + count + 1, dtype=torch.float64, device=where)
+    return ((images * share + 1e-9).floor().diff() > 0).to(device or "cpu")
 
 
 def turns(images: int, share: float) -> int:

@@ -123,7 +123,7 @@ def _halves(sizes: Tensor, prefix: int, by_size: bool) -> tuple[Tensor, Tensor]:
     """
     b, n = sizes.shape
     joining, staying = (
-        torch.arange(first, n, 2, device=sizes.device).expand(b, -1)
+        torch.arange(min(first, n), n, 2, device=sizes.device).expand(b, -1)
         for first in (prefix + prefix % 2, prefix + 1 - prefix % 2)
     )
     if not by_size:
