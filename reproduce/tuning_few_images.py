@@ -6,11 +6,12 @@ teaches, images are cropped and flipped, and nobody looks at labels. "by labels"
 loss of their own keep it. Measured are the weights of the last epoch: nothing is chosen.
 
     python reproduce/tuning_few_images.py --model vit_tiny_patch16_224 --checkpoint WEIGHTS --data-dir imagenet \\
-        --crop-pct 1.0 --budgets 0.81G,0.655G --side-by-side 8 --json results/reproduce_NAME_tuning_few_images_h200.json
+        --crop-pct 1.0 --budgets 0.655G --epochs 4 --json results/reproduce_vit_tiny_tuning_few_images_cpu.json
 
 Cost: a search for each budget, unless `--schedule FILE` has one, seven trainings for each and two of the whole model.
 
-Measured here: not run yet.
+Measured here: results/reproduce_vit_tiny_tuning_few_images_cpu.json, four epochs at 2e-5: a loss rise of 0.039 untuned,
+0.040 distilled and 0.131 by labels.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "Table 2, with no more images than a search", "tuning_few_images.py", "tuning_few_images",
-        (BOTH[1],), tuning_few_images.ROWS, 2,
+        (BOTH[1],), tuning_few_images.ROWS,
         remark="Tuned on the thousand images of the search: distilled, the whole model teaches and labels are not "
         "looked at; by labels is the paper's recipe. DynamicViT, SPViT and Evo-ViT keep their own losses.",
     ),
