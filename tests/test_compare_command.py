@@ -54,7 +54,7 @@ def test_command(
         assert diffrate_cli(*named, "--schedule", text).code == 0
         assert json.loads((tmp_path / "named.json").read_text())["results"]["rows"][0]["method"] == "mine"
     check_refused(diffrate_cli(*named, "--schedule", tmp_path / "y=1" / "no.json"), "y=1/no.json")
-    check_refused(diffrate_cli(*named, "--mode", "quick"), "a mode is one of eager, compiled")
+    check_refused(diffrate_cli(*named, "--speed", "--mode", "quick"), "a mode is one of eager, compiled")
 
 
 @pytest.mark.parametrize("file", ["plot.png", "table.md", "table.csv"])

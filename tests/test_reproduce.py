@@ -185,14 +185,12 @@ def test_a_table_without_images_is_saved_as_the_page_reads_it(
     load("setting").without_images("doc", "overhead", overhead.TITLE, overhead.PAPER, rows)
     assert "deit_base_patch16_224              overhead_percent 0.25\n" in capsys.readouterr().out
     assert json.loads(file.read_text())["command"] == f"python reproduce/overhead.py --json {file}"
-    text = load("page").page(tmp_path)
-    section = text.partition("\n## Overhead\n")[2].partition("\n## ")[0]
+    page = load("page")
+    section = page.evidence(tmp_path).partition("\n## Overhead\n")[2].partition("\n## ")[0]
     assert "\n[reproduce_overhead.json](../results/reproduce_overhead.json): " in section
     assert "| deit_base_patch16_224 | 0.25 |" in section
-    assert (
-        "| Overhead | `overhead.py` |  |  | [reproduce_overhead.json](../results/reproduce_overhead.json) |"
-        in text
-    )
+    link = "[reproduce_overhead.json](../results/reproduce_overhead.json)"
+    assert f"| Overhead | `overhead.py` |  |  | {link} |" in page.page(tmp_path)
 
 
 def test_all_experiments_each_save_a_file_that_the_page_reads(
@@ -221,9 +219,11 @@ def test_all_experiments_each_save_a_file_that_the_page_reads(
 def test_what_an_experiment_saves_is_on_the_page(load, small, tmp_path: Path) -> None:
     load("sorting_metric").run(small)
     (tmp_path / "rows.json").rename(tmp_path / "reproduce_small.json")
-    text = load("page").page(tmp_path)
+    page = load("page")
     (row,) = [row for row in small.tables["sorting_metric"]["rows"] if row["name"] == "image-attention"]
-    assert f"| image-attention | {row['gmacs']:.3f} | {row['top1']:.2f} | {row['points']:+.2f} [" in text
+    cells = f"| image-attention | {row['gmacs']:.3f} | {row['top1']:.2f} | {row['points']:+.2f} ["
+    assert cells in page.evidence(tmp_path)
+    text = page.page(tmp_path)
     link = "[reproduce_small.json](../results/reproduce_small.json) (in part: 1 of 3 budgets)"
     assert (
         f"| Ablation, sorting metric | `sorting_metric.py` | small | {small.budgets[0]:.3g} | {link} |"

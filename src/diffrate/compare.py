@@ -84,10 +84,10 @@ class Compared:
     gmacs: float
     rows: list[Row]
     left_out: list[str]
-    speed: Speed | None = None  # of the uncompressed model; None where nothing was timed
-    by_product: Speed | None = (
-        None  # of the same with its patches cut by a product, as those of compressed models are
-    )
+    # Of the uncompressed model, and of the same with its patches cut by a product, as those of compressed models are;
+    # None where nothing was timed.
+    speed: Speed | None = None
+    by_product: Speed | None = None
 
     def to_dict(self) -> dict[str, Any]:
         whole = {name: getattr(self.whole, name) for name in NUMBERS}
@@ -271,9 +271,8 @@ def _speeds(
         Entrant(name, each.to(DTYPES[dtype]).eval(), costs[name], eager=_runs_eager(each, mode))
         for name, each in lent.items()
     ]
-    if (
-        images.is_cuda or kernels.INTERPRETED
-    ) and dtype != "float32":  # where patches are faster so, any model could have them
+    # Where patches are faster by a product, any model could have them so.
+    if dtype != "float32" and (images.is_cuda or kernels.INTERPRETED):
         whole = rows[0]
         rows.append(Entrant(whole.name + BY_PRODUCT, PatchesByProduct(whole.model), whole.gmacs))
     batch = images.to(DTYPES[dtype])
