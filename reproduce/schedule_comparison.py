@@ -23,8 +23,8 @@ of a class-token model gives up its tokens, as in the search. Beside them, the s
 EViT (stepwise), constant rates and the paper, under the same operator.
 
 The paper has three panels: pruning, merging, and both. Searches here merge. With `--operation prune` they prune, and so
-do the random ones; with `--operation prune-merge` all run under the paper's operator and split their counts between
-pruning and merging, which the fast recipe does not: the paper's counts race there instead of a search.
+do the random ones; with `--operation prune-merge` all run under the paper's operator, where a search learns how much
+each block prunes and merges, and random ones draw it.
 
 Cost: at each of `--budgets` a search for each seed, and the race. How far a race goes depends on how many are hard to
 tell apart: on an H200, ViT-Ti takes 143 s at 0.655 GMACs, 192 s at 0.81 and 333 s at 1.0, the latter two with other
@@ -88,8 +88,11 @@ AUDITED = 500  # of those that are out
 RANDOM = 10_000
 RUNNERS = 12  # processes, on a GPU
 CONTROL = "the paper's counts"
-SEARCHED = {"merge": None, "prune": Operator(operation="prune")}  # None: the operator that the search chooses
-BOTH = "prune-merge"
+OPERATORS = {
+    "merge": None,  # the operator that the search chooses
+    "prune": Operator(operation="prune"),
+    "prune-merge": Operator(),
+}
 PAPER = "a figure without numbers: close to optimal among 10,000 random schedules, for three operators and all FLOPs"
 
 
@@ -199,7 +202,7 @@ def run(
     """A race at each budget, the tightest first: against schedules that are `given` for it, or searched for here.
 
     control    race the paper's counts too.
-    operation  how searches remove tokens; "prune-merge": nothing is searched for, and the paper's counts race alone.
+    operation  how searches and random ones remove tokens.
     """
     if runners is None:
         runners = RUNNERS if setting.device.type == "cuda" else 0
@@ -213,9 +216,8 @@ def run(
     with ManySchedules(setting.model, images[order], labels[order], runners) as many:
         for budget in sorted(setting.budgets):
             found = [each for each in given if not off_budget(diffrate.gmacs(setting.model, each), budget)]
-            if not found and operation != BOTH:
-                found = searched(setting, budget, seeds, SEARCHED[operation])
-            at_budget(table, many, budget, found, count, control or not found)
+            found = found or searched(setting, budget, seeds, OPERATORS[operation])
+            at_budget(table, many, budget, found, count, control)
 
 
 def searched(
@@ -235,8 +237,8 @@ def at_budget(
     count: int,
     control: bool,
 ) -> None:
-    """The schedules found and simple ones, and then the race; where none was found, under the paper's operator."""
-    setting, operator = table.setting, found[0].operator if found else Operator()
+    """The schedules found and simple ones, and then the race."""
+    setting, operator = table.setting, found[0].operator
     if any(each.operator != operator for each in found):
         raise DiffRateError("the schedules have several operators; random ones can have only one")
     names = ["search", *(f"search {i}" for i in range(2, len(found) + 1))][: len(found)]
@@ -248,8 +250,6 @@ def at_budget(
         table.measure(name, each, budget=budget, operator=words)
     if control and CONTROL in others:
         references[CONTROL] = others[CONTROL]
-    if not references:
-        raise DiffRateError(f"there is nothing to race against at {budget:g} GMACs")
     cost = sum(diffrate.gmacs(setting.model, each) for each in references.values()) / len(references)
     drawn = random_schedules(setting.model, cost, range(count), operator, last_is_free=True)
     began = time.monotonic()
@@ -328,9 +328,9 @@ def main() -> None:
     )
     flags.add_argument(
         "--operation",
-        choices=[*SEARCHED, BOTH],
+        choices=OPERATORS,
         default="merge",
-        help="how searches and random schedules remove tokens; with prune-merge the paper's counts race alone",
+        help="how searches and random schedules remove tokens",
     )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()

@@ -84,6 +84,11 @@ class Operator:
             raise DiffRateError(f"seed must be a whole number from 0 to {2**31 - 1}, not {shown(self.seed)}")
 
     @property
+    def splits(self) -> bool:
+        """Whether the removed tokens of a block are divided between pruning and merging."""
+        return self.operation in ("prune-merge", "merge-prune")
+
+    @property
     def has_extras(self) -> bool:
         return any(getattr(self, name) for name in EXTRAS)
 

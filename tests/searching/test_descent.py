@@ -9,6 +9,7 @@ from diffrate.costs.macs import MacCost
 from diffrate.searching import fast
 from diffrate.searching.budget import Space, project
 from diffrate.searching.descent import Descent
+from diffrate.searching.pace import Pace
 from diffrate.searching.starts import starts
 from diffrate.searching.subject import Subject, kl
 
@@ -41,7 +42,7 @@ def test_descent_finds_the_optimum_of_a_known_loss():
     budget = 0.6 * space.cost.of_schedule(None)
     weight = torch.tensor([0.0, 9.0, 8.0, 4.0, 1.0, 0.0], dtype=torch.float64)
     start = torch.tensor([65.0, 40, 40, 40, 40, 1], dtype=torch.float64)
-    descent = Descent(start, budget, space, steps=400, first_step=1.0, last_step=0.02, relative=0.5)
+    descent = Descent(start, budget, space, Pace(400, last=0.02), relative=0.5)
     for _ in range(400):
         descent.update(-weight / descent.counts.square())
     found = descent.answer()
@@ -55,7 +56,7 @@ def test_the_answer_is_the_mean_of_the_last_part_of_the_way():
     space = Space.of(backbone, MacCost.of_backbone(backbone))
     budget = 0.6 * space.cost.of_schedule(None)
     start = project(torch.tensor([65.0, 50, 40, 30, 20, 1]).double(), budget, space, space.freely())
-    descent = Descent(start, budget, space, steps=10, relative=0.5)
+    descent = Descent(start, budget, space, Pace(10), relative=0.5)
     for step in range(10):
         descent.update(torch.tensor([0.0, -1, 1, -1, 1, 0], dtype=torch.float64) * (-1) ** (step // 3))
     mean = torch.tensor(descent.path[3:], dtype=torch.float64).mean(dim=0)

@@ -72,9 +72,13 @@ def test_same_seed_same_schedule_and_model_left_as_it_was(model, data):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("recipe", ["fast", "paper"])
+@pytest.mark.parametrize(
+    ("recipe", "operator"), [("fast", None), ("fast", diffrate.Operator()), ("paper", None)]
+)
 @pytest.mark.parametrize("killed_at", [1, 5, 10])
-def test_resume_ends_where_an_undisturbed_run_ends(model, data, tmp_path, monkeypatch, recipe, killed_at):
+def test_resume_ends_where_an_undisturbed_run_ends(
+    model, data, tmp_path, monkeypatch, recipe, operator, killed_at
+):
     monkeypatch.setattr(
         best_of_many, "FEWEST", 8
     )  # so that a search this short looks for where to begin as well
@@ -86,7 +90,7 @@ def test_resume_ends_where_an_undisturbed_run_ends(model, data, tmp_path, monkey
         return begun[-1]
 
     monkeypatch.setattr(best_of_many.BestOfMany, "begin", counted)
-    undisturbed = run(model, data, "75%,60%", recipe=recipe)
+    undisturbed = run(model, data, "75%,60%", recipe=recipe, operator=operator)
     cls = fast.FastRecipe if recipe == "fast" else paper.PaperRecipe
     step, calls = cls.step, []
 
@@ -99,16 +103,21 @@ def test_resume_ends_where_an_undisturbed_run_ends(model, data, tmp_path, monkey
     monkeypatch.setattr(report, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(cls, "step", killed)
     with pytest.raises(KeyboardInterrupt):
-        run(model, data, "75%,60%", recipe=recipe, output=tmp_path / "run")
+        run(model, data, "75%,60%", recipe=recipe, operator=operator, output=tmp_path / "run")
     monkeypatch.setattr(cls, "step", step)
     begun.clear()
-    resumed = run(model, data, "75%,60%", recipe=recipe, output=tmp_path / "run", resume=True)
+    resumed = run(
+        model, data, "75%,60%", recipe=recipe, operator=operator, output=tmp_path / "run", resume=True
+    )
     for a, b in zip(undisturbed.schedules, resumed.schedules, strict=True):
         assert (a.prune, a.merge, a.made) == (b.prune, b.merge, b.made)
     assert resumed.history == undisturbed.history
     assert len(begun) == (
         recipe == "fast" and killed_at < 8
     )  # for the second budget; not for one that goes on
+    if operator is not None:
+        assert {each.operator.operation for each in resumed.schedules} == {"prune-merge"}
+        assert any(each.prune != each.merge for each in resumed.schedules)
 
 
 def test_the_folder_tells_the_whole_story(model, data, tmp_path):
@@ -269,7 +278,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_last_good_state(
     step = cls.step
 
     def broken(self, images, labels):
-        if (self.descent.done if recipe == "fast" else self.done) == 3:
+        if (self.descent.pace.done if recipe == "fast" else self.done) == 3:
             images = images * float("nan")
         return step(self, images, labels)
 
@@ -358,6 +367,40 @@ def test_command_on_a_folder_without_classes_skips_what_it_cannot_read(tmp_path,
     assert "1 images could not be read" in done.err
     assert "07.png" in done.err
     assert (tmp_path / "run" / "schedule.json").is_file()
+
+
+def test_flags_say_how_tokens_are_removed(tmp_path, diffrate_cli):
+    flags = [
+        "--data-dir",
+        folder_of_images(tmp_path / "images"),
+        "--budget",
+        "60%",
+        "--steps",
+        "4",
+        "--device",
+        "cpu",
+    ]
+    flags = ["search", *TINY_FLAGS, *map(str, flags), "--batch-size", "8", "--workers", "0"]
+    for name, more, wanted in [
+        ("paper", ["--operator", "paper"], diffrate.Operator()),
+        (
+            "part",
+            ["--operation", "prune-merge", "--floor", "1"],
+            fast.OPERATOR.changed(operation="prune-merge", floor=1),
+        ),
+    ]:
+        done = diffrate_cli(*flags, *more, "--output", str(tmp_path / name))
+        assert done.code == 0, done.err
+        found = diffrate.Schedule.load(tmp_path / name / "schedule.json")
+        assert found.operator == wanted.changed(importance="class-attention")
+        assert found.prune != found.merge
+        assert "after pruning alone" in done.out
+    done = diffrate_cli(*flags, "--resume", "--output", str(tmp_path / "part"))
+    assert done.code == 2
+    assert "another operator, chooses_operator" in done.err
+    done = diffrate_cli(*flags, "--operator", "ours", "--output", str(tmp_path / "no"))
+    assert done.code == 2
+    assert "operator must be one of paper, fast" in done.err
 
 
 CROWDED = """

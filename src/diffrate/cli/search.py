@@ -12,6 +12,7 @@ from timm.data import Mixup
 from diffrate.cli import costs as c
 from diffrate.cli import options as o
 from diffrate.cli.accelerators import start_accelerator, start_tracker
+from diffrate.cli.flags import with_flags
 from diffrate.cli.output import counts, note, running_command, save_json, show_table
 from diffrate.costs.base import METRICS
 from diffrate.data import LARGEST_BATCH, preprocessing, search_datasets
@@ -24,10 +25,14 @@ from diffrate.searching.images import MOST_HELD_OUT
 from diffrate.searching.run import RECIPES
 
 SEARCH = "Search"
+# How tokens are removed; draws of the random importance have the search's own --seed.
+OPERATOR = {name: flag for name, flag in o.REMOVAL.items() if name != "seed"}
 
 
+@with_flags("removal", OPERATOR)
 def search_command(
     model: o.ModelName,
+    removal: dict[str, Any],
     budget: Annotated[
         str,
         typer.Option(
@@ -111,6 +116,9 @@ def search_command(
 
     About 1,000 images are enough, with or without classes. Several processes: accelerate launch -m diffrate search …
 
+    How tokens are removed is the recipe's choice, unless flags say it: with --operator paper the fast recipe searches
+    for the published one. Flags fix all of it, the floor too, which held-out images choose otherwise.
+
     A budget in ms needs a table of `diffrate profile` for this machine, or --hardware; mW and mJ need --hardware.
 
     Example: diffrate search --model deit_small_patch16_224 --data-dir images --budget 60% --output runs/deit
@@ -118,6 +126,7 @@ def search_command(
     check_target(json)
     if recipe not in RECIPES:
         raise DiffRateError(f"--recipe is {' or '.join(RECIPES)}, not {recipe!r}")
+    operator = o.OPERATORS[recipe].changed(**o.operator_changes(removal)) if removal else None
     where = resolve_device(device)
     accelerator = start_accelerator(where, _precision(where, amp, amp_dtype), tracker, output)
     size = None if img_size is None else o.read_size(img_size)
@@ -147,9 +156,9 @@ def search_command(
     }  # fmt: skip
     start_tracker(accelerator, tracker, {"model": model, "budget": budget, "recipe": recipe, "seed": seed})
     result = search(
-        whole, data, budget, recipe=recipe, costs=costs, steps=steps, batch_size=batch_size, held_out=held_out,
-        mix=mix, seed=seed, workers=workers, accelerator=accelerator, output=output, resume=resume, name=model,
-        origin=origin, command=running_command(),
+        whole, data, budget, recipe=recipe, costs=costs, operator=operator, steps=steps, batch_size=batch_size,
+        held_out=held_out, mix=mix, seed=seed, workers=workers, accelerator=accelerator, output=output, resume=resume,
+        name=model, origin=origin, command=running_command(),
     )  # fmt: skip
     accelerator.end_training()
     if accelerator.is_main_process:
@@ -171,8 +180,17 @@ def _precision(device: torch.device, amp: bool | None, amp_dtype: str) -> str:
 def show_found(result: SearchResult, output: Path) -> None:
     """A line a budget: what was found, and what it costs."""
     metrics = [metric for metric in METRICS if metric in result.schedule.cost]
+    splits = result.schedule.operator.splits
+    pruned = ["after pruning alone"] if splits else []
     show_table(
-        ["budget", *(METRICS[m].words for m in metrics), "divergence", "best step", "kept tokens per block"],
+        [
+            "budget",
+            *(METRICS[m].words for m in metrics),
+            "divergence",
+            "best step",
+            "kept tokens per block",
+            *pruned,
+        ],
         [
             [
                 s.made["budget"],
@@ -180,6 +198,7 @@ def show_found(result: SearchResult, output: Path) -> None:
                 f"{s.made['held_out_divergence']:.4f}",
                 s.made["best_step"],
                 counts(s.merge),
+                *([counts(s.prune)] if splits else []),
             ]
             for s in result.schedules
         ],

@@ -117,6 +117,11 @@ class Space:
         """The blocks that share a count, in order; by themselves where nothing is tied."""
         return self.ties or tuple((block,) for block in range(len(self.least)))
 
+    @property
+    def choices(self) -> tuple[tuple[int, ...], ...]:
+        """Those of `parts` that have a choice."""
+        return tuple(part for part in self.parts if bool(self.free[list(part)].any()))
+
     def tied(self, counts: Tensor, weight: Tensor) -> Tensor:
         """(L',) counts with those of tied blocks at their weighted mean."""
         if self.ties is None:

@@ -7,7 +7,6 @@ of the way so far, whose noise it smooths.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,31 +15,21 @@ import torch
 from torch import Tensor
 
 from diffrate.searching.budget import Budget, Space, project
+from diffrate.searching.pace import Pace, last_part
 
 FLATTEST = 0.1  # least cost of a block's token that counts, as a share of their mean
-AVERAGED = 0.7  # share of the way so far, at its end, whose counts are averaged
 
 
 @dataclass
 class Descent:
-    """One descent from `counts` (L,) in `steps` steps; `state` and `restore` let it stop and go on at any step."""
+    """One descent from `counts` (L,) at some `pace`; `state` and `restore` let it stop and go on at any step."""
 
     counts: Tensor
     budget: Budget | float
     space: Space
-    steps: int
-    first_step: float = 1.0
-    last_step: float = 0.1
-    momentum: float = 0.9
+    pace: Pace
     relative: float = 0.0  # 0: every block moves in tokens; 1: in proportion to its count
-    done: int = 0
-    velocity: Tensor = field(default_factory=lambda: torch.zeros(0))
-    mean_square: float = 0.0
     path: list[list[float]] = field(default_factory=list)  # the counts after each step
-
-    def __post_init__(self) -> None:
-        if not len(self.velocity):
-            self.velocity = torch.zeros_like(self.counts)
 
     def scale(self) -> Tensor:
         """(L,) how far each block moves for the same slope."""
@@ -58,10 +47,6 @@ class Descent:
 
     def update(self, slopes: Tensor) -> None:
         """One step down `slopes` (L,), the measured change of the loss per token in each block."""
-        progress = self.done / max(self.steps - 1, 1)
-        length = self.last_step + (self.first_step - self.last_step) * 0.5 * (
-            1 + math.cos(math.pi * progress)
-        )
         slopes = _shared(slopes, self.space, lambda part: part[0] / len(part))
         direction = self.scale() * torch.where(self.space.free, slopes, torch.zeros_like(slopes))
         # Only what trades tokens between blocks counts: the share along the budget is undone by the projection.
@@ -70,28 +55,18 @@ class Descent:
         along = normal @ gradient
         if along > 0:
             direction = direction - normal * (direction @ gradient) / along
-        self.velocity = self.momentum * self.velocity + (1 - self.momentum) * direction
-        self.mean_square = 0.95 * self.mean_square + 0.05 * float(direction[self.space.free].square().mean())
-        corrected = self.velocity / (1 - self.momentum ** (self.done + 1))
-        rms = math.sqrt(self.mean_square / (1 - 0.95 ** (self.done + 1))) + 1e-12
-        self.counts = project(self.counts - length * corrected / rms, self.budget, self.space, normal)
+        moved = self.counts - self.pace.step(direction, self.space.free)
+        self.counts = project(moved, self.budget, self.space, normal)
         self.path.append(self.counts.tolist())
-        self.done += 1
 
     def state(self) -> dict[str, Any]:
         """All that changes, as plain numbers: JSON keeps every bit of them."""
-        return {
-            "counts": self.counts.tolist(),
-            "velocity": self.velocity.tolist(),
-            "path": self.path[:],
-            "done": self.done,
-            "mean_square": self.mean_square,
-        }
+        return {"counts": self.counts.tolist(), "path": self.path[:], **self.pace.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        for name in ("counts", "velocity"):
-            setattr(self, name, torch.tensor(state[name], dtype=torch.float64))
-        self.path, self.done, self.mean_square = list(state["path"]), state["done"], state["mean_square"]
+        self.counts = torch.tensor(state["counts"], dtype=torch.float64)
+        self.path = list(state["path"])
+        self.pace.restore(state)
 
     def cost_gradient(self) -> Tensor:
         """(L,) what one more token in each block that has a choice takes of the budget."""
@@ -104,8 +79,7 @@ class Descent:
         """The counts averaged over the last part of the way so far, on the budget."""
         if not self.path:
             return project(self.counts, self.budget, self.space, self.along_budget())
-        mean = torch.tensor(self.path[-math.ceil(AVERAGED * self.done) :], dtype=torch.float64).mean(dim=0)
-        return project(mean, self.budget, self.space, self.along_budget())
+        return project(last_part(self.path), self.budget, self.space, self.along_budget())
 
 
 def _shared(slopes: Tensor, space: Space, share: Callable[[Tensor], Tensor]) -> Tensor:

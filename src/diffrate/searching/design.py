@@ -21,41 +21,52 @@ FEWEST = 8  # schedules
 RIDGE = 0.01  # of the least squares, where columns hardly differ
 
 
-def size(space: Space) -> int:
-    """How many schedules a step measures: twelve for the ten counts of twelve blocks, and always a column to spare."""
-    return 1 + _prime(max(FEWEST - 1, len(_free(space)) + 1))
+def size(space: Space, others: int = 0) -> int:
+    """How many schedules a step measures: twelve for the ten counts of twelve blocks, and always a column to spare.
+
+    others    numbers beside the counts whose slopes are measured too.
+    """
+    return 1 + _prime(max(FEWEST - 1, len(space.choices) + others + 1))
 
 
-def around(counts: Tensor, space: Space, draw: random.Random) -> Tensor:
+def around(counts: Tensor, space: Space, draw: random.Random, others: int = 0) -> tuple[Tensor, Tensor]:
     """(S, L) whole counts that fall from block to block: `counts` (L,) with each block that has a choice changed.
+
+    And (S, `others`) which way other numbers change, as evenly against each count and against each other.
 
     Where a change would make counts rise, the earlier block takes the later ones down with it in half of the schedules,
     and in the others the later one lifts the earlier ones: always down would look like a change of all schedules.
     """
-    parts, signs = _free(space), hadamard(size(space))
-    columns = [signs[:, i] * draw.choice((-1, 1)) for i in draw.sample(range(1, len(signs)), len(parts) + 1)]
+    parts, signs = space.choices, hadamard(size(space, others))
+    drawn = draw.sample(range(1, len(signs)), len(parts) + 1 + others)
+    columns = [signs[:, i] * draw.choice((-1, 1)) for i in drawn]
     changed = counts.repeat(len(signs), 1)
-    for part, way in zip(parts, columns[1:], strict=True):
+    for part, way in zip(map(list, parts), columns[1:], strict=False):
         changed[:, part] += way[:, None] * _change(counts)[part]
     whole = torch.minimum(torch.maximum(changed.round(), space.least), space.most)
     lifted = whole.flip(1).cummax(dim=1).values.flip(1)
-    return torch.where(columns[0][:, None] > 0, lifted, whole.cummin(dim=1).values)
+    falling = torch.where(columns[0][:, None] > 0, lifted, whole.cummin(dim=1).values)
+    return falling, torch.stack(columns, dim=1)[:, len(parts) + 1 :]
 
 
-def slopes(counts: Tensor, space: Space, measured: Tensor, losses: Tensor) -> tuple[float, Tensor]:
-    """The loss around `counts` and (L,) its slopes, per token, from the losses (S,) of the counts `measured` (S, L).
+def slopes(
+    counts: Tensor, space: Space, measured: Tensor, losses: Tensor, others: Tensor
+) -> tuple[float, Tensor, Tensor]:
+    """The loss around `counts`, (L,) its slopes per token, and (O,) those of other numbers.
 
-    Blocks that share one count have its slope at the first of them.
+    From the losses (S,) of the counts `measured` (S, L), where the others had changed by `others` (S, O). Blocks that
+    share one count have its slope at the first of them.
     """
-    first = [part[0] for part in _free(space)]
+    first = [part[0] for part in space.choices]
     change = _change(counts)[first]
-    moved = torch.cat([torch.ones(len(losses), 1), (measured - counts)[:, first] / change], dim=1)
-    ridge = torch.full((1 + len(first),), RIDGE * len(losses), dtype=torch.float64)
+    moved = torch.cat([torch.ones(len(losses), 1), (measured - counts)[:, first] / change, others], dim=1)
+    ridge = torch.full((moved.shape[1],), RIDGE * len(losses), dtype=torch.float64)
     ridge[0] = 0.0
     fitted = torch.linalg.solve(moved.T @ moved + ridge.diag(), moved.T @ losses.double())
     found = torch.zeros_like(counts)
-    found[first] = fitted[1:] / change
-    return float(fitted[0]), found
+    of_counts, of_others = fitted[1:].split([len(first), others.shape[1]])
+    found[first] = of_counts / change
+    return float(fitted[0]), found, of_others
 
 
 def hadamard(order: int) -> Tensor:
@@ -78,11 +89,6 @@ def _prime(least: int) -> int:
     while found % 4 != 3 or any(found % i == 0 for i in range(2, found)):
         found += 1
     return found
-
-
-def _free(space: Space) -> list[list[int]]:
-    """The blocks that have a choice, those with one count together."""
-    return [list(part) for part in space.parts if bool(space.free[list(part)].any())]
 
 
 def _change(counts: Tensor) -> Tensor:

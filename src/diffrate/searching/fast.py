@@ -23,6 +23,8 @@ from diffrate.searching.budget import Budget, Space, project, rounded
 from diffrate.searching.descent import Descent
 from diffrate.searching.design import around, slopes
 from diffrate.searching.held_out import HeldOut
+from diffrate.searching.pace import Pace
+from diffrate.searching.split import Split, even_split, pruned
 from diffrate.searching.subject import SOFT, Subject
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost", keep_norm=True)
@@ -32,7 +34,11 @@ TRAVEL = 80  # tokens of 197 that a count could travel at the first step's lengt
 
 
 class FastRecipe:
-    """One budget's search. `reduce` adds sums over all processes."""
+    """One budget's search. `reduce` adds sums over all processes.
+
+    Where the operator prunes and merges, how much of each is learned beside the counts, from the shares that the
+    schedule `like` has.
+    """
 
     returns_last: ClassVar[bool] = False  # held-out images choose among its answers
 
@@ -46,22 +52,27 @@ class FastRecipe:
         start: Tensor,
         seed: int,
         reduce: Callable[[Tensor], Tensor],
+        like: Schedule | None = None,
     ) -> None:
         self.subject, self.operator, self.reduce, self.seed = subject, operator, reduce, seed
         self.portions = Portions("the search")
         length = TRAVEL / steps * space.tokens / 197
-        self.descent = Descent(
-            start, budget, space, steps, first_step=length, last_step=length / 10, relative=0.5
-        )
+        self.descent = Descent(start, budget, space, Pace(steps, length, length / 10), relative=0.5)
+        self.split = Split.begin(space, steps, like) if operator.splits else None
 
     @torch.no_grad()
     def step(self, images: Tensor, labels: Tensor) -> float:
         """Measure the slopes on these images and move the counts; returns the loss around the counts before."""
-        subject, descent = self.subject, self.descent
+        subject, descent, split = self.subject, self.descent, self.split
         subject.model.eval()
-        draw = random.Random(f"{self.seed}-{Budget.of(descent.budget).leading}-{descent.done}")
-        measured = around(descent.counts, descent.space, draw)
-        schedules = [schedule_of([int(n) for n in each], descent.space, self.operator) for each in measured]
+        draw = random.Random(f"{self.seed}-{Budget.of(descent.budget).leading}-{descent.pace.done}")
+        others = len(split.shares) if split else 0
+        measured, ways = around(descent.counts, descent.space, draw, others)
+        shares = split.around(ways) if split else ways  # (S, 0) where there is nothing to split
+        schedules = [
+            schedule_of([int(n) for n in each], descent.space, self.operator, share)
+            for each, share in zip(measured, shares, strict=True)
+        ]
 
         def added(parts: list[slice]) -> Tensor:
             sums = []
@@ -77,8 +88,11 @@ class FastRecipe:
         losses = sums[:-1] / sums[-1]
         if not losses.isfinite().all():
             return float("nan")  # and the counts stay where they were
-        loss, found = slopes(descent.counts, descent.space, measured, losses)
-        descent.update(found)
+        changes = split.changes(shares) if split else ways
+        loss, of_counts, of_shares = slopes(descent.counts, descent.space, measured, losses, changes)
+        descent.update(of_counts)
+        if split:
+            split.update(of_shares)
         return loss
 
     def counts(self) -> list[int]:
@@ -89,18 +103,27 @@ class FastRecipe:
     def answer(self) -> Schedule:
         """The schedule that this search would return now."""
         d = self.descent
-        return schedule_of(rounded(d.answer(), d.budget, d.space), d.space, self.operator)
+        shares = self.split.answer() if self.split else None
+        return schedule_of(rounded(d.answer(), d.budget, d.space), d.space, self.operator, shares)
 
     def state(self) -> dict[str, Any]:
-        return self.descent.state()
+        split = {"split": self.split.state()} if self.split else {}
+        return {**self.descent.state(), **split}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.descent.restore(state)
+        if self.split:
+            self.split.restore(state["split"])
 
 
-def schedule_of(counts: list[int], space: Space, operator: Operator) -> Schedule:
-    kept = space.every_block(counts)
-    return Schedule(kept, kept, space.prefix, operator)
+def schedule_of(
+    counts: list[int], space: Space, operator: Operator, shares: Tensor | None = None
+) -> Schedule:
+    """Counts as a schedule; where the operator prunes and merges, with `shares` of what goes merged, else half."""
+    kept = after_pruning = space.every_block(counts)
+    if operator.splits:
+        after_pruning = pruned(kept, even_split(space) if shares is None else shares, space)
+    return Schedule(after_pruning, kept, space.prefix, operator)
 
 
 def best_start(

@@ -95,6 +95,8 @@ def search(
                 metrics are met together ("2.9G,37ms"); several values of one are one search each: "1.0G,0.9G,0.8G".
     costs       cost models beside MACs: a measured table (diffrate.costs.LatencyTable) or an accelerator (GemminiCost).
     start       a schedule to begin from; without, simple ones and the best of many random ones.
+    operator    how tokens are removed; the recipe's own without it, where held-out images may add a floor. Where it
+                prunes and merges, the fast recipe learns how much of each beside the counts.
     recipe      "fast": no labels, minutes, about 1,000 images; "paper": the published method.
     held_out    share of the images kept apart, at most 2,000; they decide, `checks` times a budget, whether an earlier
                 schedule was clearly better and, after `patience` such checks in a row in the last part, when to stop.
@@ -134,7 +136,8 @@ def search(
         **asdict(settings), "model": name, "images": images.count, "tokens": space.tokens, "whole": whole,
         "costs": [cost.describe() for cost in costs], "lambdas": dict(lambdas or {}),
         "precision": accelerator.mixed_precision, "origin": dict(origin or {}),
-        "start": None if start is None else start.to_dict(), "softened": {"by": SOFT, "up to classes": FEW},
+        "start": None if start is None else start.to_dict(), "chooses_operator": recipe == "fast" and operator is None,
+        "softened": {"by": SOFT, "up to classes": FEW},
     }  # fmt: skip
     state = None if output is None else Path(output) / STATE
     with (
@@ -162,7 +165,7 @@ def search(
                 chosen = fast.best_operator(where, budget, chosen, held, first)
             if not resumed and (last is not None or start is None):
                 first = many.begin(where, budget, chosen, first, steps, seed)
-            return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce)
+            return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce, last or start)
 
         def check_labels(labels: Tensor) -> None:
             if recipe == "paper":

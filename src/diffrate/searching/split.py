@@ -1,0 +1,88 @@
+"""Where an operator prunes and merges: the share of the tokens that a block removes which it merges.
+
+What a block keeps says what it costs, and nothing of how the others went. So the shares cost nothing, and are learned
+beside the counts from the same forward passes: further columns of the same design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffrate.schedule import Schedule
+from diffrate.searching.budget import Space
+from diffrate.searching.pace import Pace, last_part
+
+EVEN = 0.5
+CHANGE = 0.25  # by which a share goes up or down in what a step measures
+TRAVEL = 2.0  # how far a share could travel at the first step's length
+
+
+@dataclass
+class Split:
+    """The shares (P,) of `Space.choices`, and their descent; `state` and `restore` let it stop and go on."""
+
+    shares: Tensor
+    pace: Pace
+    path: list[list[float]] = field(default_factory=list)  # the shares after each step
+
+    @classmethod
+    def begin(cls, space: Space, steps: int, like: Schedule | None = None) -> Split:
+        """From the shares of a schedule, or from even ones."""
+        shares = even_split(space) if like is None else split_of(like, space)
+        length = TRAVEL / steps
+        return cls(shares, Pace(steps, first=length, last=length / 10))
+
+    def around(self, ways: Tensor) -> Tensor:
+        """(S, P) shares around the present ones, changed the `ways` (S, P) of ±1."""
+        return (self.shares + CHANGE * ways).clamp(0, 1)
+
+    def changes(self, shares: Tensor) -> Tensor:
+        """(S, P) how far they lie from the present ones, in units of a full change."""
+        return (shares - self.shares) / CHANGE
+
+    def update(self, slopes: Tensor) -> None:
+        """One step down `slopes` (P,), of the loss per full change."""
+        self.shares = (self.shares - self.pace.step(slopes)).clamp(0, 1)
+        self.path.append(self.shares.tolist())
+
+    def answer(self) -> Tensor:
+        return last_part(self.path) if self.path else self.shares
+
+    def state(self) -> dict[str, Any]:
+        return {"shares": self.shares.tolist(), "path": self.path[:], **self.pace.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.shares = torch.tensor(state["shares"], dtype=torch.float64)
+        self.path = list(state["path"])
+        self.pace.restore(state)
+
+
+def even_split(space: Space) -> Tensor:
+    return torch.full((len(space.choices),), EVEN, dtype=torch.float64)
+
+
+def split_of(schedule: Schedule, space: Space) -> Tensor:
+    """The shares of a schedule; even ones where it removes nothing."""
+    runs = schedule.effective
+    found = even_split(space)
+    for i, part in enumerate(space.choices):
+        before = [runs.merge[block - 1] if block else runs.tokens for block in part]
+        removed = sum(a - runs.merge[block] for a, block in zip(before, part, strict=True))
+        merged = sum(runs.prune[block] - runs.merge[block] for block in part)
+        if removed:
+            found[i] = merged / removed
+    return found
+
+
+def pruned(kept: tuple[int, ...], shares: Tensor, space: Space) -> tuple[int, ...]:
+    """What is left after pruning alone where `kept` is left in the end, in whole tokens."""
+    after = list(kept)
+    for part, share in zip(space.choices, shares.tolist(), strict=True):
+        for block in part:
+            before = kept[block - 1] if block else kept[0]
+            after[block] += round(share * (before - kept[block]))
+    return tuple(after)

@@ -1,0 +1,126 @@
+"""How many of the removed tokens are merged: learned beside the counts, where the operator does both."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import diffrate
+from conftest import random_vit
+from diffrate import Operator, Schedule
+from diffrate.backbones import backbone_of
+from diffrate.costs.macs import MacCost
+from diffrate.searching import fast
+from diffrate.searching.budget import Space
+from diffrate.searching.split import CHANGE, Split, even_split, pruned, split_of
+from diffrate.searching.starts import starts
+from diffrate.searching.subject import Subject
+
+KEPT = (65, 50, 50, 20, 10, 1)
+
+
+@pytest.fixture
+def model():
+    return random_vit(depth=6)
+
+
+@pytest.fixture
+def space(model):
+    backbone = backbone_of(model)
+    return Space.of(backbone, MacCost.of_backbone(backbone))
+
+
+def shares(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_shares_say_how_many_are_merged_and_schedules_say_the_shares(space):
+    prune = pruned(KEPT, shares(1.0, 0.3, 0.5, 0.0), space)
+    assert prune == (65, 65, 50, 35, 10, 1)  # the last block of a class-token model has no choice
+    assert split_of(Schedule(prune, KEPT), space).tolist() == [1.0, 0.5, 0.5, 0.0]  # even where nothing goes
+    rising = Schedule((65, 65, 60, 35, 10, 1), (65, 50, 55, 20, 10, 1))  # runs as the one above
+    assert split_of(rising, space).tolist() == [1.0, 0.5, 0.5, 0.0]
+
+
+def test_tied_blocks_have_one_share(space):
+    tied = replace(space, ties=((0,), (1, 2), (3, 4), (5,)))
+    kept = (65, 50, 50, 20, 20, 1)
+    assert len(even_split(tied)) == 2
+    prune = pruned(kept, shares(0.4, 0.9), tied)
+    assert prune == (65, 56, 50, 47, 20, 1)
+    assert split_of(Schedule(prune, kept), tied).tolist() == pytest.approx([0.4, 0.9])
+
+
+def test_what_a_step_measures_stays_within_none_and_all(space):
+    split = Split.begin(space, 10)
+    split.shares = shares(0.1, 0.5, 0.9, 1.0)
+    around = split.around(torch.tensor([[1.0, 1, 1, 1], [-1, -1, -1, -1]]).double())
+    assert around[0].tolist() == pytest.approx([0.1 + CHANGE, 0.5 + CHANGE, 1.0, 1.0])
+    assert around[1].tolist() == pytest.approx([0.0, 0.5 - CHANGE, 0.9 - CHANGE, 1.0 - CHANGE])
+    assert split.changes(around)[0].tolist() == pytest.approx([1.0, 1.0, 0.4, 0.0])
+    split.update(shares(-5.0, 0.0, -1.0, 0.0))
+    assert split.shares[0] > 0.1
+    assert 0.9 < split.shares[2] <= 1.0
+
+
+def test_an_operator_of_one_way_has_no_shares(space):
+    for operation in ("prune", "merge"):
+        schedule = fast.schedule_of(list(KEPT), space, Operator(operation=operation))
+        assert schedule.prune == schedule.merge == KEPT
+    for operation in ("prune-merge", "merge-prune"):
+        schedule = fast.schedule_of(list(KEPT), space, Operator(operation=operation))
+        assert schedule.merge == KEPT
+        assert schedule.prune == pruned(KEPT, even_split(space), space) == (65, 58, 50, 35, 15, 1)
+
+
+class Known(Subject):
+    """Its loss is least where 3 in 4 of the tokens that go are merged in the first blocks, and none in the others."""
+
+    wanted = (0.75, 0.75, 0.0, 0.0)
+
+    def under_many(self, schedules, images):
+        losses = []
+        for each in schedules:
+            removed = torch.tensor([each.merge[b - 1] - each.merge[b] for b in range(1, 5)]).double()
+            merged = torch.tensor([each.prune[b] - each.merge[b] for b in range(1, 5)]).double()
+            far = merged - torch.tensor(self.wanted) * removed
+            losses.append(
+                far.square().sum() / 100 + torch.tensor(each.merge[1:5]).double().reciprocal().sum()
+            )
+        return torch.stack(losses).float()[:, None, None].expand(-1, len(images), 7)
+
+    def divergence(self, teacher, answers, temperature=None):
+        return answers[..., 0]
+
+
+def test_a_descent_learns_the_split_that_a_known_loss_wants(model, space):
+    budget = 0.5 * diffrate.gmacs(model)
+    course = fast.FastRecipe(
+        Known(model), space, Operator(), budget, 60, starts(space, budget)[0], 0, lambda sums: sums
+    )
+    for _ in range(60):
+        course.step(torch.randn(2, 3, 32, 32), torch.zeros(2))
+    found = course.answer()
+    assert diffrate.gmacs(model, found) <= budget
+    for block, wanted in enumerate(Known.wanted, start=1):
+        removed = found.merge[block - 1] - found.merge[block]
+        assert found.prune[block] - found.merge[block] == pytest.approx(wanted * removed, abs=2.0)
+
+
+def test_a_split_goes_on_where_it_stopped_and_the_next_begins_where_it_ended(space):
+    draw = random.Random(0)
+    slopes = [shares(*(draw.gauss(0, 1) for _ in range(4))) for _ in range(8)]
+    whole, part = Split.begin(space, 8), Split.begin(space, 8)
+    for each in slopes:
+        whole.update(each)
+    for each in slopes[:3]:
+        part.update(each)
+    rest = Split.begin(space, 8)
+    rest.restore(part.state())
+    for each in slopes[3:]:
+        rest.update(each)
+    assert torch.equal(rest.answer(), whole.answer())
+    assert rest.state() == whole.state()
+    prune = pruned(KEPT, shares(0.2, 0.5, 0.8, 0.4), space)
+    assert Split.begin(space, 8, Schedule(prune, KEPT)).shares.tolist() == [0.2, 0.5, 0.8, 0.4]
