@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ablations_searched
 import improvements
 import number_of_images
 import off_the_shelf
@@ -58,6 +59,7 @@ def experiments(random: int = schedule_comparison.RANDOM) -> dict[str, Callable[
         "without_images": without_images,
         "number_of_images": number_of_images.run,
         "optimisation_time": optimisation_time.run,
+        "ablations_searched": ablations_searched.run,
         "schedule_comparison": lambda setting: schedule_comparison.run(setting, random),
     }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ablations_searched
 import beginnings
 import improvements
 import markdown_table
@@ -74,12 +75,23 @@ EXPERIMENTS = (
     Experiment("Table 3, several constraints", "hardware_table.py", "hardware_*", accuracy=True),
     Experiment(
         "Ablation, sorting metric", "sorting_metric.py", "sorting_metric", BOTH, tuple(sorting_metric.PAPER), 3,
-        remark="At the paper's counts for a model of this shape; the paper searched counts for each metric.",
+        remark="At the paper's counts for a model of this shape; below, searched for each metric, as in the paper.",
     ),
     Experiment(
         "Ablation, compression module", "operation_order.py", "operation_order", BOTH,
         (*operation_order.PAPER, *operation_order.MORE), 3,
-        remark="At the paper's counts for a model of this shape; the paper searched counts for each operation.",
+        remark="At the paper's counts for a model of this shape; below, searched for each operation, as in the paper.",
+    ),
+    Experiment(
+        "Ablation, sorting metric, searched for each", "ablations_searched.py", "sorting_metric_searched", BOTH,
+        tuple(ablations_searched.METRICS),
+        remark="Merging and pruning under the paper's operator but for the metric; s: seconds of the search, on one of "
+        "two cores.",
+    ),
+    Experiment(
+        "Ablation, compression module, searched for each", "ablations_searched.py", "operation_order_searched", BOTH,
+        tuple(ablations_searched.OPERATIONS),
+        remark="Under the paper's operator but for the operation; s: seconds of the search, on one of two cores.",
     ),
     Experiment(
         "Ablation, number of images", "number_of_images.py", "number_of_images", BOTH,

@@ -220,7 +220,7 @@ def test_what_was_run_on_which_model_and_at_which_budgets(load, tmp_path: Path) 
     start = "| Ablation, optimisation time | `optimisation_time.py` |"
     assert f"{start} embedded | 0.7 | {link('a')} (in part: without 240 steps) |" in lines
     assert f"{start} vit_tiny_patch16_224 |  | not run |" in lines
-    (order,) = [line for line in lines if "Ablation, compression module" in line and "embedded" in line]
+    (order,) = [line for line in lines if "| Ablation, compression module |" in line and "embedded" in line]
     assert "(in part: 1 of 3 budgets; without merge; merge-prune; prune-merge; " in order
     (raced,) = [line for line in lines if "10,000 random" in line and "embedded" in line]
     assert raced.endswith(

@@ -70,9 +70,19 @@ def test_every_experiment_saves_its_rows(
     ]
     for name in names:
         load(name).run(small)
+    load("ablations_searched").run(small)
     load("schedule_comparison").run(small, 3)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]["tables"]
-    assert list(saved) == [*names, "schedule_comparison"]
+    searched = ["sorting_metric_searched", "operation_order_searched"]
+    assert list(saved) == [*names, *searched, "schedule_comparison"]
+    for name in searched:
+        rows = {row["name"]: row for row in saved[name]["rows"]}
+        assert list(rows) == list(saved[name.removesuffix("_searched")]["paper"])
+        for key, row in rows.items():
+            operator = row["settings"]["schedule"]["operator"]
+            assert key == operator["importance" if "metric" in name else "operation"]
+            assert (operator["mean"], operator["choice"]) == ("plain", "rank")
+    assert saved[searched[0]]["rows"][-1] == saved[searched[1]]["rows"][-1] | {"name": "class-attention"}
     for table in saved.values():
         assert table["paper"]
         for row in table["rows"]:
