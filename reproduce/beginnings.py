@@ -33,6 +33,8 @@ from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.report import Progress
 from diffrate.searching.run import DEFAULTS, VIEWS
+from diffrate.searching.split import even_split
+from diffrate.searching.starts import Start
 from diffrate.searching.subject import Subject
 
 PAPER = "nothing of the kind"
@@ -80,9 +82,9 @@ def beginnings(setting: Setting, budget: float, seed: int) -> tuple[diffrate.Sch
         many = BestOfMany(
             images, held, batch_size, setting.accelerator, setting.workers, lambda sums: sums, bar
         )
-        best = many.begin(space, budget, operator, simple, steps, seed)
+        best = many.begin(space, budget, operator, Start(simple, even_split(space)), steps, seed)
     at_simple, at_best = (
-        fast.schedule_of(rounded(c, budget, space), space, operator) for c in (simple, best)
+        fast.schedule_of(rounded(c, budget, space), space, operator) for c in (simple, best.counts)
     )
     return at_simple, at_best
 

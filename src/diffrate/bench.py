@@ -19,7 +19,8 @@ from diffrate.outputs import main_output
 from diffrate.portions import Portions, largest_that_fits
 from diffrate.searching import fast, paper
 from diffrate.searching.budget import Space
-from diffrate.searching.starts import starts
+from diffrate.searching.split import even_split
+from diffrate.searching.starts import Start, starts
 from diffrate.searching.subject import Subject
 
 WARM_UP = 3  # untimed rounds
@@ -102,7 +103,7 @@ def _runs(
         return sums
 
     by_masks = paper.PaperRecipe(model, space, checked_operator(paper.OPERATOR, layout), budget, steps, alone)
-    start = starts(space, budget)[0]
+    start = Start(starts(space, budget)[0], even_split(space))
     by_slopes = fast.FastRecipe(
         Subject(model), space, checked_operator(fast.OPERATOR, layout), budget, steps, start, 0, alone
     )

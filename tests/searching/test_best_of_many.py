@@ -17,7 +17,8 @@ from diffrate.searching.budget import Space, project, rounded
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.report import Progress
-from diffrate.searching.starts import random_starts, starts
+from diffrate.searching.split import even_split
+from diffrate.searching.starts import Start, random_starts, starts
 from diffrate.searching.subject import Subject
 
 
@@ -89,7 +90,7 @@ def budget(space):
 def test_the_mean_of_the_best_is_where_it_begins(space, budget, data):
     """As an independent halving finds it, from images whose noise is as large as what lies between most shapes."""
     best = torch.tensor([65.0, 60, 35, 15, 5, 1], dtype=torch.float64)
-    simple = starts(space, budget)[1]
+    simple = Start(starts(space, budget)[1], even_split(space))
     subject = Known(best, random_vit(depth=6))
     reduced = []
 
@@ -100,7 +101,7 @@ def test_the_mean_of_the_best_is_where_it_begins(space, budget, data):
     chooser = many(subject, data, reduce=reduce)
     found = chooser.begin(space, budget, fast.OPERATOR, simple, 400, seed=0)
 
-    drawn = [simple, *random_starts(space, budget, chooser.count(space, 400), seed=0)]
+    drawn = [simple.counts, *random_starts(space, budget, chooser.count(space, 400), seed=0)]
     left = {tuple(rounded(counts, budget, space)): counts for counts in drawn}
     totals, seen, lengths, calls = dict.fromkeys(left, 0.0), [], [], iter(subject.calls)
     while len(left) > LEFT:
@@ -121,19 +122,43 @@ def test_the_mean_of_the_best_is_where_it_begins(space, budget, data):
     assert lengths == [16, 16, 32, 64, 128, 256]
     assert len(set(seen[:32])) == 32  # no image of the 32 came twice before all had come
     mean = project(torch.stack(list(left.values())).mean(0), budget, space, space.freely())
-    torch.testing.assert_close(found, mean)
+    torch.testing.assert_close(found.counts, mean)
     assert len(reduced) == 6
 
     def distance(counts):
         return float((torch.tensor(rounded(counts, budget, space)) - best).square().mean())
 
-    assert distance(found) < 0.5 * distance(simple)
-    assert distance(found) < sorted(map(distance, drawn))[len(drawn) // 20]
+    assert distance(found.counts) < 0.5 * distance(simple.counts)
+    assert distance(found.counts) < sorted(map(distance, drawn))[len(drawn) // 20]
+
+
+class KnownSplit(Known):
+    """Its divergence says how far a schedule is from merging three of four tokens that go, counts hardly matter."""
+
+    def under(self, schedule):
+        def answers(images):
+            if schedule is None:
+                return torch.zeros(len(images), 1)
+            gone = sum(a - b for a, b in zip(schedule.merge, schedule.merge[1:-1], strict=False))
+            merged = sum(a - b for a, b in zip(schedule.prune, schedule.merge, strict=True))
+            return torch.full((len(images), 1), abs(merged / gone - 0.75) + 1e-4 * schedule.merge[2])
+
+        return answers
+
+
+def test_it_begins_with_the_split_of_the_best(space, budget, data):
+    simple = Start(starts(space, budget)[1], even_split(space))
+    chooser = many(KnownSplit(None, random_vit(depth=6)), data)
+    found = chooser.begin(space, budget, diffrate.Operator(), simple, 400, seed=0)
+    assert found.shares.tolist() == [0.75] * 4
+    assert float(space.gmacs(found.counts)) == pytest.approx(budget, rel=1e-3)
+    one_way = chooser.begin(space, budget, diffrate.Operator(operation="prune"), simple, 400, seed=0)
+    assert one_way.counts[2] < found.counts[2]  # there counts alone tell shapes apart
 
 
 def test_a_beginning_that_held_out_images_find_worse_is_not_taken(space, budget, data, monkeypatch):
     subject = Known(torch.tensor([65.0, 60, 35, 15, 5, 1]), random_vit(depth=6))
-    simple = starts(space, budget)[1]
+    simple = Start(starts(space, budget)[1], even_split(space))
     monkeypatch.setattr(HeldOut, "clearly_above", lambda self, each, other: True)
     assert many(subject, data).begin(space, budget, fast.OPERATOR, simple, 400, seed=0) is simple
 
@@ -143,7 +168,7 @@ def test_where_next_to_nothing_can_be_chosen_nothing_is_raced(data):
     space = Space.of(backbone, MacCost.of_backbone(backbone))
     budget = 0.5 * space.cost.of_schedule(None)
     subject = Known(torch.zeros(3), random_vit(depth=3))
-    simple = starts(space, budget)[0]
+    simple = Start(starts(space, budget)[0], even_split(space))
     assert many(subject, data).begin(space, budget, fast.OPERATOR, simple, 4000, seed=0) is simple
     assert not subject.calls
     subject.classifies = False
@@ -157,7 +182,7 @@ def test_a_race_takes_a_part_of_the_descent_and_short_ones_have_none(space, budg
     for steps, count in zip((60, 90, 200), counts[1:4], strict=True):
         images = sum(n * size * (last - first) for n, size, first, last in chooser._rounds(count))
         assert images <= 0.75 * steps * 40 * (1 + 8 / 2)
-    simple = starts(space, budget)[0]
+    simple = Start(starts(space, budget)[0], even_split(space))
     assert chooser.begin(space, budget, fast.OPERATOR, simple, 10, seed=0) is simple
 
 
@@ -197,11 +222,13 @@ def test_a_given_start_is_where_a_search_begins(data, monkeypatch):
 
     monkeypatch.setattr(BestOfMany, "begin", begin)
     monkeypatch.setattr(fast, "FastRecipe", made)
-    given = diffrate.Schedule([65, 40, 30, 1], [65, 40, 30, 1])
+    given = diffrate.Schedule([65, 45, 35, 1], [65, 40, 30, 1])
     budget = 1.001 * diffrate.gmacs(model, given)
     for start in (given, None):
         with pytest.raises(StoppedError):
             diffrate.search(model, data, budget, start=start, steps=6, batch_size=8, progress=False)
     assert [steps for _, steps in asked] == [6]
     assert asked[0][0].choice == fast.OPERATOR.choice
-    assert begun[0].round().tolist() == [65, 40, 30, 1]
+    assert begun[0].counts.round().tolist() == [65, 40, 30, 1]
+    assert begun[0].shares.tolist() == [0.2, 0.5]
+    assert begun[1].shares.tolist() == [0.5, 0.5]

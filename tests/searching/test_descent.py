@@ -10,7 +10,8 @@ from diffrate.searching import fast
 from diffrate.searching.budget import Space, project
 from diffrate.searching.descent import Descent
 from diffrate.searching.pace import Pace
-from diffrate.searching.starts import starts
+from diffrate.searching.split import even_split
+from diffrate.searching.starts import Start, starts
 from diffrate.searching.subject import Subject, kl
 
 
@@ -84,7 +85,7 @@ def test_steps_and_seeds_measure_other_schedules():
 
     def course(seed):
         subject = Flat(random_vit(depth=6))
-        start = starts(space, budget)[0]
+        start = Start(starts(space, budget)[0], even_split(space))
         return fast.FastRecipe(subject, space, fast.OPERATOR, budget, 4, start, seed, lambda sums: sums)
 
     seen: list[list[tuple[int, ...]]] = []

@@ -185,7 +185,7 @@ def test_a_search_begins_between_the_starts_that_held_out_images_cannot_tell_apa
     both, all_three = (torch.tensor(some).double().mean(dim=0) for some in ((made[0], made[2]), made[:3]))
     assert (both - all_three).abs().max() > 0.9
     assert (
-        begun[0] - both[: len(begun[0])]
+        begun[0].counts - both[: len(begun[0].counts)]
     ).abs().max() < 0.5  # whole counts here; moved back onto the budget
 
 

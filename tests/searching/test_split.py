@@ -14,7 +14,7 @@ from diffrate.costs.macs import MacCost
 from diffrate.searching import fast
 from diffrate.searching.budget import Space
 from diffrate.searching.split import CHANGE, Split, even_split, pruned, split_of
-from diffrate.searching.starts import starts
+from diffrate.searching.starts import Start, starts
 from diffrate.searching.subject import Subject
 
 KEPT = (65, 50, 50, 20, 10, 1)
@@ -41,6 +41,7 @@ def test_shares_say_how_many_are_merged_and_schedules_say_the_shares(space):
     assert split_of(Schedule(prune, KEPT), space).tolist() == [1.0, 0.5, 0.5, 0.0]  # even where nothing goes
     rising = Schedule((65, 65, 60, 35, 10, 1), (65, 50, 55, 20, 10, 1))  # runs as the one above
     assert split_of(rising, space).tolist() == [1.0, 0.5, 0.5, 0.0]
+    assert split_of(None, space).tolist() == [0.5] * 4
 
 
 def test_tied_blocks_have_one_share(space):
@@ -53,7 +54,7 @@ def test_tied_blocks_have_one_share(space):
 
 
 def test_what_a_step_measures_stays_within_none_and_all(space):
-    split = Split.begin(space, 10)
+    split = Split.begin(even_split(space), 10)
     split.shares = shares(0.1, 0.5, 0.9, 1.0)
     around = split.around(torch.tensor([[1.0, 1, 1, 1], [-1, -1, -1, -1]]).double())
     assert around[0].tolist() == pytest.approx([0.1 + CHANGE, 0.5 + CHANGE, 1.0, 1.0])
@@ -96,9 +97,8 @@ class Known(Subject):
 
 def test_a_descent_learns_the_split_that_a_known_loss_wants(model, space):
     budget = 0.5 * diffrate.gmacs(model)
-    course = fast.FastRecipe(
-        Known(model), space, Operator(), budget, 60, starts(space, budget)[0], 0, lambda sums: sums
-    )
+    start = Start(starts(space, budget)[0], even_split(space))
+    course = fast.FastRecipe(Known(model), space, Operator(), budget, 60, start, 0, lambda sums: sums)
     for _ in range(60):
         course.step(torch.randn(2, 3, 32, 32), torch.zeros(2))
     found = course.answer()
@@ -108,19 +108,16 @@ def test_a_descent_learns_the_split_that_a_known_loss_wants(model, space):
         assert found.prune[block] - found.merge[block] == pytest.approx(wanted * removed, abs=2.0)
 
 
-def test_a_split_goes_on_where_it_stopped_and_the_next_begins_where_it_ended(space):
+def test_a_split_goes_on_where_it_stopped(space):
     draw = random.Random(0)
     slopes = [shares(*(draw.gauss(0, 1) for _ in range(4))) for _ in range(8)]
-    whole, part = Split.begin(space, 8), Split.begin(space, 8)
+    whole, part, rest = (Split.begin(even_split(space), 8) for _ in range(3))
     for each in slopes:
         whole.update(each)
     for each in slopes[:3]:
         part.update(each)
-    rest = Split.begin(space, 8)
     rest.restore(part.state())
     for each in slopes[3:]:
         rest.update(each)
     assert torch.equal(rest.answer(), whole.answer())
     assert rest.state() == whole.state()
-    prune = pruned(KEPT, shares(0.2, 0.5, 0.8, 0.4), space)
-    assert Split.begin(space, 8, Schedule(prune, KEPT)).shares.tolist() == [0.2, 0.5, 0.8, 0.4]

@@ -8,6 +8,7 @@ whose mean is mostly better than the best of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,7 +26,8 @@ from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.many import in_order
 from diffrate.searching.report import Progress
-from diffrate.searching.starts import random_starts
+from diffrate.searching.split import LEVELS, even_split
+from diffrate.searching.starts import Start, random_starts
 
 MOST = 256  # shapes
 FEWEST = 64  # of fewer the best are hardly better than a simple shape
@@ -70,19 +72,22 @@ class BestOfMany:
         return count if count >= FEWEST else 0
 
     def begin(
-        self, space: Space, budget: Budget | float, operator: Operator, simple: Tensor, steps: int, seed: int
-    ) -> Tensor:
-        """The mean of the best of random counts and `simple` ones.
+        self, space: Space, budget: Budget | float, operator: Operator, simple: Start, steps: int, seed: int
+    ) -> Start:
+        """The mean of the best of random starts and a `simple` one.
 
-        The simple ones alone where a search is short, where next to no other counts meet the budget, and where
+        The simple one alone where a search is short, where next to no other counts meet the budget, and where
         held-out images say that they are clearly better.
         """
 
-        def schedule(counts: Tensor) -> Schedule:
-            return schedule_of(rounded(counts, budget, space), space, operator)
+        def schedule(start: Start) -> Schedule:
+            return schedule_of(rounded(start.counts, budget, space), space, operator, start.shares)
 
-        drawn = [simple, *random_starts(space, budget, self.count(space, steps), seed)]
-        different = {each.merge: (counts, each) for counts, each in ((c, schedule(c)) for c in drawn)}
+        shapes = random_starts(space, budget, self.count(space, steps), seed)
+        levels = itertools.cycle(even_split(space, level) for level in LEVELS)
+        drawn = [simple, *map(Start, shapes, levels)]
+        made = ((start, schedule(start)) for start in drawn)
+        different = {(each.prune, each.merge): (start, each) for start, each in made}
         if len(different) < FEWEST:
             return simple
         left = list(different.values())
@@ -93,8 +98,9 @@ class BestOfMany:
             totals = totals + self._divergences([each for _, each in left], size, first, last)
             best = totals.argsort(stable=True)[: max(LEFT, len(left) // 2)]
             left, totals = [left[i] for i in best.tolist()], totals[best]
-        mean = project(torch.stack([counts for counts, _ in left]).mean(dim=0), budget, space, space.freely())
-        at_mean, at_simple = (self.held_out.each(schedule(counts)) for counts in (mean, simple))
+        counts, shares = (torch.stack(each).mean(dim=0) for each in zip(*(s for s, _ in left), strict=True))
+        mean = Start(project(counts, budget, space, space.freely()), shares)
+        at_mean, at_simple = (self.held_out.each(schedule(start)) for start in (mean, simple))
         return simple if self.held_out.clearly_above(at_mean, at_simple) else mean
 
     def _rounds(self, count: int) -> list[tuple[int, int, int, int]]:

@@ -25,6 +25,7 @@ from diffrate.searching.design import around, slopes
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.pace import Pace
 from diffrate.searching.split import Split, even_split, pruned
+from diffrate.searching.starts import Start
 from diffrate.searching.subject import SOFT, Subject
 
 OPERATOR = Operator(operation="merge", mean="attention", choice="cost", keep_norm=True)
@@ -36,8 +37,7 @@ TRAVEL = 80  # tokens of 197 that a count could travel at the first step's lengt
 class FastRecipe:
     """One budget's search. `reduce` adds sums over all processes.
 
-    Where the operator prunes and merges, how much of each is learned beside the counts, from the shares that the
-    schedule `like` has.
+    Where the operator prunes and merges, how much of each is learned beside the counts.
     """
 
     returns_last: ClassVar[bool] = False  # held-out images choose among its answers
@@ -49,16 +49,15 @@ class FastRecipe:
         operator: Operator,
         budget: Budget | float,
         steps: int,
-        start: Tensor,
+        start: Start,
         seed: int,
         reduce: Callable[[Tensor], Tensor],
-        like: Schedule | None = None,
     ) -> None:
         self.subject, self.operator, self.reduce, self.seed = subject, operator, reduce, seed
         self.portions = Portions("the search")
         length = TRAVEL / steps * space.tokens / 197
-        self.descent = Descent(start, budget, space, Pace(steps, length, length / 10), relative=0.5)
-        self.split = Split.begin(space, steps, like) if operator.splits else None
+        self.descent = Descent(start.counts, budget, space, Pace(steps, length, length / 10), relative=0.5)
+        self.split = Split.begin(start.shares, steps) if operator.splits else None
 
     @torch.no_grad()
     def step(self, images: Tensor, labels: Tensor) -> float:

@@ -33,6 +33,8 @@ from diffrate.searching.images import SearchImages
 from diffrate.searching.loop import Course, Loop, Settings, Snapshot
 from diffrate.searching.places import best_places
 from diffrate.searching.report import STATE, Progress, SearchFolder
+from diffrate.searching.split import split_of
+from diffrate.searching.starts import Start
 from diffrate.searching.subject import FEW, SOFT, Subject
 
 RECIPES = ("fast", "paper")
@@ -160,12 +162,13 @@ def search(
                 return paper.PaperRecipe(*common, reduce, mix, {**LAMBDAS, **(lambdas or {})})
             chosen = settings.operator if last is None else last.operator
             where = best_places(space, budget, chosen, held)
-            first = fast.best_start(where, budget, chosen, held, start, last)
+            counts = fast.best_start(where, budget, chosen, held, start, last)
             if last is None and operator is None:
-                chosen = fast.best_operator(where, budget, chosen, held, first)
+                chosen = fast.best_operator(where, budget, chosen, held, counts)
+            first = Start(counts, split_of(last or start, where))
             if not resumed and (last is not None or start is None):
                 first = many.begin(where, budget, chosen, first, steps, seed)
-            return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce, last or start)
+            return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce)
 
         def check_labels(labels: Tensor) -> None:
             if recipe == "paper":

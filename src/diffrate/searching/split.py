@@ -17,8 +17,15 @@ from diffrate.searching.budget import Space
 from diffrate.searching.pace import Pace, last_part
 
 EVEN = 0.5
+LEVELS = (
+    0.0,
+    0.25,
+    EVEN,
+    0.75,
+    1.0,
+)  # of all blocks together, in the random shapes that a search may begin at
 CHANGE = 0.25  # by which a share goes up or down in what a step measures
-TRAVEL = 2.0  # how far a share could travel at the first step's length
+TRAVEL = 1.0  # how far a share could travel at the first step's length
 
 
 @dataclass
@@ -30,9 +37,7 @@ class Split:
     path: list[list[float]] = field(default_factory=list)  # the shares after each step
 
     @classmethod
-    def begin(cls, space: Space, steps: int, like: Schedule | None = None) -> Split:
-        """From the shares of a schedule, or from even ones."""
-        shares = even_split(space) if like is None else split_of(like, space)
+    def begin(cls, shares: Tensor, steps: int) -> Split:
         length = TRAVEL / steps
         return cls(shares, Pace(steps, first=length, last=length / 10))
 
@@ -61,14 +66,17 @@ class Split:
         self.pace.restore(state)
 
 
-def even_split(space: Space) -> Tensor:
-    return torch.full((len(space.choices),), EVEN, dtype=torch.float64)
+def even_split(space: Space, share: float = EVEN) -> Tensor:
+    """The same share in all blocks."""
+    return torch.full((len(space.choices),), share, dtype=torch.float64)
 
 
-def split_of(schedule: Schedule, space: Space) -> Tensor:
-    """The shares of a schedule; even ones where it removes nothing."""
-    runs = schedule.effective
+def split_of(schedule: Schedule | None, space: Space) -> Tensor:
+    """The shares of a schedule; one half where it removes nothing, or there is none."""
     found = even_split(space)
+    if schedule is None:
+        return found
+    runs = schedule.effective
     for i, part in enumerate(space.choices):
         before = [runs.merge[block - 1] if block else runs.tokens for block in part]
         removed = sum(a - runs.merge[block] for a, block in zip(before, part, strict=True))

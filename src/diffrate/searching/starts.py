@@ -6,12 +6,23 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from diffrate.published import profiles
 from diffrate.searching.budget import Budget, Space, project
+
+
+class Start(NamedTuple):
+    """Where a descent begins: counts (L',) on the budget, and the shares (P,) of what goes that are merged.
+
+    Only an operator that prunes and merges looks at the latter.
+    """
+
+    counts: Tensor
+    shares: Tensor
 
 
 def starts(space: Space, budget: Budget | float) -> list[Tensor]:
