@@ -57,7 +57,7 @@ class BestOfMany:
         self.first = max(min(batch_size // 5, most), least)
         self.portions = Portions("the choice of a beginning")
 
-    def count(self, space: Space, steps: int) -> int:
+    def count(self, space: Space, steps: int, others: int = 0) -> int:
         """How many shapes a search of so many steps can afford, a power of two; none if they would be too few.
 
         Only for classifiers: what a decoder reads makes other shapes good than random ones.
@@ -65,7 +65,7 @@ class BestOfMany:
         if not self.subject.classifies:
             return 0
         # The schedules of a step share about half of their blocks. Shapes share some too, but are charged in full.
-        passes = EFFORT * steps * self.batch_size * (1 + design.size(space) / 2)
+        passes = EFFORT * steps * self.batch_size * (1 + design.size(space, others) / 2)
         count = MOST
         while count >= FEWEST and self.first * count * (count // LEFT).bit_length() / 2 > passes:
             count //= 2
@@ -83,7 +83,8 @@ class BestOfMany:
         def schedule(start: Start) -> Schedule:
             return schedule_of(rounded(start.counts, budget, space), space, operator, start.shares)
 
-        shapes = random_starts(space, budget, self.count(space, steps), seed)
+        others = len(simple.shares) if operator.splits else 0  # that a step of the descent measures too
+        shapes = random_starts(space, budget, self.count(space, steps, others), seed)
         levels = itertools.cycle(even_split(space, level) for level in LEVELS)
         drawn = [simple, *map(Start, shapes, levels)]
         made = ((start, schedule(start)) for start in drawn)
