@@ -33,8 +33,6 @@ from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
 from diffrate.searching.report import Progress
 from diffrate.searching.run import DEFAULTS, VIEWS
-from diffrate.searching.split import even_split
-from diffrate.searching.starts import Start
 from diffrate.searching.subject import Subject
 
 PAPER = "nothing of the kind"
@@ -82,9 +80,9 @@ def beginnings(setting: Setting, budget: float, seed: int) -> tuple[diffrate.Sch
         many = BestOfMany(
             images, held, batch_size, setting.accelerator, setting.workers, lambda sums: sums, bar
         )
-        best = many.begin(space, budget, operator, Start(simple, even_split(space)), steps, seed)
+        best = many.begin(space, budget, operator, simple, steps, seed)
     at_simple, at_best = (
-        fast.schedule_of(rounded(c, budget, space), space, operator) for c in (simple, best.counts)
+        fast.schedule_of(rounded(each.counts, budget, space), space, operator) for each in (simple, best)
     )
     return at_simple, at_best
 

@@ -48,7 +48,7 @@ def run(setting: Setting) -> None:
         for budget in setting.budgets:
             setting.check_time()
             start = fast.best_start(space, Budget.of(budget), fast.OPERATOR, held, start=None, last=None)
-            counts = rounded(start, budget, space)
+            counts = rounded(start.counts, budget, space)
             errors = {f"{t:g}": floor_ahead(held, space, counts, t) for t in TEMPERATURES}
             table.add(f"seed {seed}", budget=budget, **errors)
 

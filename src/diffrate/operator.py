@@ -67,7 +67,9 @@ class Operator:
             if value not in allowed:
                 raise DiffRateError(f"{field} must be one of {', '.join(allowed)}, not {shown(value)}")
         if self.operation == "merge-prune" and self.choice == "cost":
-            raise DiffRateError("choice cost merges after pruning: it does not go with operation merge-prune")
+            raise DiffRateError(
+                "choice cost merges after pruning: with operation merge-prune take choice rank"
+            )
         for field in ("proportional", *EXTRAS):
             if not isinstance(getattr(self, field), bool):
                 raise DiffRateError(f"{field} must be true or false, not {shown(getattr(self, field))}")

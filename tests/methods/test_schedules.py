@@ -107,7 +107,15 @@ def test_a_published_schedule_is_moved_onto_other_budgets(pool: str) -> None:
         "deit_base_patch16_224" if pool == "token" else "vit_base_patch16_224.mae", moved.made["paper_gmacs"]
     ).effective
     assert max(abs(a - b) for a, b in zip(moved.merge, nearest.merge, strict=True)) < 12
-    assert any(p > m for p, m in zip(moved.prune, moved.merge, strict=True))
+
+    def merged(schedule: diffrate.Schedule) -> list[tuple[int, int]]:
+        """What each block removes, and merges of it."""
+        before = [schedule.tokens, *schedule.merge[:-1]]
+        return [(b - m, p - m) for b, p, m in zip(before, schedule.prune, schedule.merge, strict=True)]
+
+    assert any(0 < some < gone for gone, some in merged(moved))
+    for (gone, some), (theirs, of_theirs) in zip(merged(moved), merged(nearest), strict=True):
+        assert some == (round(gone * of_theirs / theirs) if theirs else 0)
 
 
 def test_no_published_schedule_for_other_shapes(tiny_vit: nn.Module) -> None:

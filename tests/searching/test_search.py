@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from timm.data import Mixup
 
 import diffrate
-from conftest import TINY_FLAGS, random_vit, write_image
+from conftest import TINY_FLAGS, check_refused, random_vit, write_image
 from diffrate.data import UnreadableImageError
 from diffrate.methods.schedules import random_schedules
 from diffrate.searching import best_of_many, fast, paper, report
@@ -370,17 +370,10 @@ def test_command_on_a_folder_without_classes_skips_what_it_cannot_read(tmp_path,
 
 
 def test_flags_say_how_tokens_are_removed(tmp_path, diffrate_cli):
-    flags = [
-        "--data-dir",
-        folder_of_images(tmp_path / "images"),
-        "--budget",
-        "60%",
-        "--steps",
-        "4",
-        "--device",
-        "cpu",
-    ]
-    flags = ["search", *TINY_FLAGS, *map(str, flags), "--batch-size", "8", "--workers", "0"]
+    for label in "abc":
+        folder_of_images(tmp_path / "images" / label)
+    flags = ["search", *TINY_FLAGS, "--data-dir", str(tmp_path / "images"), "--budget", "60%", "--steps", "4"]
+    flags += ["--batch-size", "8", "--workers", "0", "--device", "cpu"]
     for name, more, wanted in [
         ("paper", ["--operator", "paper"], diffrate.Operator()),
         (
@@ -394,10 +387,17 @@ def test_flags_say_how_tokens_are_removed(tmp_path, diffrate_cli):
         found = diffrate.Schedule.load(tmp_path / name / "schedule.json")
         assert found.operator == wanted.changed(importance="class-attention")
         assert found.prune != found.merge
-        assert "after pruning alone" in done.out
+        assert "merged tokens" in done.out
     done = diffrate_cli(*flags, "--resume", "--output", str(tmp_path / "part"))
     assert done.code == 2
     assert "another operator, chooses_operator" in done.err
+    for more, words in (
+        (["--recipe", "paper", "--operator", "fast"], "masks tokens by rank"),
+        (["--recipe", "paper", "--keep-norm"], "does not go with pruned_mass"),
+        (["--operation", "merge-prune"], "choice cost merges after pruning"),
+    ):
+        check_refused(diffrate_cli(*flags, *more, "--output", str(tmp_path / "no")), words)
+        assert not (tmp_path / "no").exists()  # the name is free for what was meant
     done = diffrate_cli(*flags, "--operator", "ours", "--output", str(tmp_path / "no"))
     assert done.code == 2
     assert "operator must be one of paper, fast" in done.err

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ def test_shares_say_how_many_are_merged_and_schedules_say_the_shares(space):
     assert split_of(Schedule(prune, KEPT), space).tolist() == [1.0, 0.5, 0.5, 0.0]  # even where nothing goes
     rising = Schedule((65, 65, 60, 35, 10, 1), (65, 50, 55, 20, 10, 1))  # runs as the one above
     assert split_of(rising, space).tolist() == [1.0, 0.5, 0.5, 0.0]
-    assert split_of(None, space).tolist() == [0.5] * 4
+    for operation, share in (("merge", 1.0), ("prune", 0.0)):
+        one_way = Schedule(KEPT, KEPT, operator=Operator(operation=operation))
+        assert split_of(one_way, space).tolist() == [share] * 4
 
 
 def test_tied_blocks_have_one_share(space):
@@ -114,6 +117,10 @@ def test_a_split_goes_on_where_it_stopped(space):
     whole, part, rest = (Split.begin(even_split(space), 8) for _ in range(3))
     for each in slopes:
         whole.update(each)
+    # Of eight steps the last six, as of a descent's counts; and steps get shorter.
+    torch.testing.assert_close(whole.answer(), torch.tensor(whole.path[2:], dtype=torch.float64).mean(dim=0))
+    moved = torch.tensor(whole.path, dtype=torch.float64).diff(dim=0).abs().mean(dim=1)
+    assert moved[-1] < 0.5 * moved[0]
     for each in slopes[:3]:
         part.update(each)
     rest.restore(part.state())
@@ -121,3 +128,35 @@ def test_a_split_goes_on_where_it_stopped(space):
         rest.update(each)
     assert torch.equal(rest.answer(), whole.answer())
     assert rest.state() == whole.state()
+
+
+class Held:
+    """Held-out images that find the schedules which merge most of what goes the best, and surely so."""
+
+    def __init__(self, candidates):
+        self.subject, self.seen = SimpleNamespace(starts=lambda *_: candidates), []
+
+    def each(self, schedule):
+        self.seen.append(schedule)
+        return torch.tensor([-float(sum(schedule.prune) - sum(schedule.merge))])
+
+    def mean(self, each):
+        return float(each.mean())
+
+    def clearly_above(self, each, other, errors=1.0):
+        return self.mean(each) > self.mean(other)
+
+
+def test_the_next_budget_begins_at_the_split_of_the_last_and_is_judged_by_it(space, model):
+    budget = 0.5 * diffrate.gmacs(model)
+    last = Schedule(pruned(KEPT, shares(0.9, 0.5, 0.8, 1.0), space), KEPT)
+    held = Held(starts(space, budget))
+    found = fast.best_start(space, budget, Operator(), held, start=None, last=last)
+    assert found.shares.tolist() == pytest.approx([0.9, 0.5, 0.8, 1.0], abs=0.04)  # of whole tokens
+    ran = held.seen[0]
+    assert ran.prune == pruned(ran.merge, found.shares, space)
+    assert all(each.prune == pruned(each.merge, even_split(space), space) for each in held.seen[1:])
+    given = fast.best_start(space, budget, Operator(), Held([]), start=last, last=None)
+    assert torch.equal(given.shares, found.shares)
+    (simple,) = starts(space, budget)[:1]
+    assert fast.best_start(space, budget, Operator(), Held([simple]), None, None).shares.tolist() == [0.5] * 4

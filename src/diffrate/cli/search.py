@@ -25,7 +25,7 @@ from diffrate.searching.images import MOST_HELD_OUT
 from diffrate.searching.run import RECIPES
 
 SEARCH = "Search"
-# How tokens are removed; draws of the random importance have the search's own --seed.
+# How tokens are removed; --seed is the search's own here, not that of a random importance.
 OPERATOR = {name: flag for name, flag in o.REMOVAL.items() if name != "seed"}
 
 
@@ -181,7 +181,6 @@ def show_found(result: SearchResult, output: Path) -> None:
     """A line a budget: what was found, and what it costs."""
     metrics = [metric for metric in METRICS if metric in result.schedule.cost]
     splits = result.schedule.operator.splits
-    pruned = ["after pruning alone"] if splits else []
     show_table(
         [
             "budget",
@@ -189,7 +188,7 @@ def show_found(result: SearchResult, output: Path) -> None:
             "divergence",
             "best step",
             "kept tokens per block",
-            *pruned,
+            *["merged tokens per block"] * splits,
         ],
         [
             [
@@ -198,7 +197,7 @@ def show_found(result: SearchResult, output: Path) -> None:
                 f"{s.made['held_out_divergence']:.4f}",
                 s.made["best_step"],
                 counts(s.merge),
-                *([counts(s.prune)] if splits else []),
+                *[counts([after - n for after, n in zip(s.prune, s.merge, strict=True)])] * splits,
             ]
             for s in result.schedules
         ],

@@ -20,7 +20,7 @@ from diffrate.operator import Operator
 from diffrate.portions import Portions
 from diffrate.schedule import Schedule
 from diffrate.searching import design
-from diffrate.searching.budget import Budget, Space, project, rounded
+from diffrate.searching.budget import Budget, Space, rounded
 from diffrate.searching.fast import schedule_of
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.images import SearchImages
@@ -99,8 +99,7 @@ class BestOfMany:
             totals = totals + self._divergences([each for _, each in left], size, first, last)
             best = totals.argsort(stable=True)[: max(LEFT, len(left) // 2)]
             left, totals = [left[i] for i in best.tolist()], totals[best]
-        counts, shares = (torch.stack(each).mean(dim=0) for each in zip(*(s for s, _ in left), strict=True))
-        mean = Start(project(counts, budget, space, space.freely()), shares)
+        mean = Start.between([start for start, _ in left], budget, space)
         at_mean, at_simple = (self.held_out.each(schedule(start)) for start in (mean, simple))
         return simple if self.held_out.clearly_above(at_mean, at_simple) else mean
 

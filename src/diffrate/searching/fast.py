@@ -24,7 +24,7 @@ from diffrate.searching.descent import Descent
 from diffrate.searching.design import around, slopes
 from diffrate.searching.held_out import HeldOut
 from diffrate.searching.pace import Pace
-from diffrate.searching.split import Split, even_split, pruned
+from diffrate.searching.split import Split, even_split, pruned, split_of
 from diffrate.searching.starts import Start
 from diffrate.searching.subject import SOFT, Subject
 
@@ -132,41 +132,48 @@ def best_start(
     held_out: HeldOut,
     start: Schedule | None,
     last: Schedule | None,
-) -> Tensor:
+) -> Start:
     """Where to begin: at `start`, if it is given, else between the best of some simple schedules and the `last` answer.
 
     The best are the first on held-out images and all that are not clearly behind it; their mean is the beginning.
     Which of these is first is mostly chance, and a descent does not forget where it began: along directions in which
     the loss hardly changes it goes nowhere.
     """
+    step = space.freely()
     if last is None and start is not None:
-        return project(space.searched(start), budget, space, space.freely())
-    candidates = held_out.subject.starts(space, budget)
-    if last is not None or not candidates:
-        counts = space.most if last is None else space.searched(last)
-        candidates = [project(counts, budget, space, space.freely()), *candidates]
+        return Start(project(space.searched(start), budget, space, step), split_of(start, space))
+    even = even_split(space)
+    candidates = [Start(counts, even) for counts in held_out.subject.starts(space, budget)]
+    if last is not None:
+        before = Start(project(space.searched(last), budget, space, step), split_of(last, space))
+        candidates = [before, *candidates]
+    if not candidates:
+        return Start(project(space.most, budget, space, step), even)
     if len(candidates) == 1:
         return candidates[0]
     losses = [
-        held_out.each(schedule_of(rounded(counts, budget, space), space, operator)) for counts in candidates
+        held_out.each(schedule_of(rounded(each.counts, budget, space), space, operator, each.shares))
+        for each in candidates
     ]
     first = min(losses, key=held_out.mean)
     good = [
-        counts
-        for counts, loss in zip(candidates, losses, strict=True)
+        each
+        for each, loss in zip(candidates, losses, strict=True)
         if loss is first or not held_out.clearly_above(loss, first, BEHIND)
     ]
-    return project(torch.stack(good).mean(dim=0), budget, space, space.freely())
+    return Start.between(good, budget, space)
 
 
 def best_operator(
-    space: Space, budget: Budget | float, operator: Operator, held_out: HeldOut, start: Tensor
+    space: Space, budget: Budget | float, operator: Operator, held_out: HeldOut, start: Start
 ) -> Operator:
     """The operator, or the same with a floor where that is clearly better on held-out images.
 
     By softened answers, with any number of classes: 200 images tell the right one of both by these, and not without.
     """
     other = operator.changed(floor=FLOOR)
-    counts = rounded(start, budget, space)
-    as_given, floored = (held_out.each(schedule_of(counts, space, o), SOFT) for o in (operator, other))
+    counts = rounded(start.counts, budget, space)
+    as_given, floored = (
+        held_out.each(schedule_of(counts, space, o, start.shares), SOFT) for o in (operator, other)
+    )
     return other if held_out.clearly_above(as_given, floored) else operator

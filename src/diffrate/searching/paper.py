@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from diffrate.backbones import backbone_of
+from diffrate.backbones import Layout, backbone_of
 from diffrate.errors import DiffRateError
 from diffrate.masking import masked_logits
 from diffrate.operator import EXTRAS, Operator
@@ -30,6 +30,23 @@ SCALE = 4096.0  # of the loss in the backward pass: in half precision small grad
 Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+def check(operator: Operator, layout: Layout) -> None:
+    """Refuse what masks cannot do."""
+    if operator.operation == "merge-prune" or operator.choice != "rank":
+        raise DiffRateError(
+            "the paper's recipe masks tokens by rank: use prune-merge, prune or merge, with choice rank"
+        )
+    shared = operator.image_share or operator.memory
+    if operator.importance not in ("class-attention", "image-attention") or shared:
+        raise DiffRateError("the paper's recipe ranks by class attention or by image attention alone")
+    if operator.has_extras:
+        raise DiffRateError(f"the paper's recipe masks tokens: it does not go with {', '.join(EXTRAS)}")
+    if layout.mean_pooled and not layout.plain_mean:
+        raise DiffRateError(
+            "the paper's recipe masks tokens, which this model's pooling head cannot do; use fast"
+        )
+
+
 class PaperRecipe:
     """One budget's search, as published: uniform start, cross-entropy, AdamW with a cosine, here per step."""
 
@@ -46,23 +63,7 @@ class PaperRecipe:
         mix: Mix | None = None,
         lambdas: Mapping[str, float] = LAMBDAS,
     ) -> None:
-        if operator.operation == "merge-prune" or operator.choice != "rank":
-            raise DiffRateError(
-                "the paper's recipe masks tokens by rank: use prune-merge, prune or merge, with choice rank"
-            )
-        if (
-            operator.importance not in ("class-attention", "image-attention")
-            or operator.image_share
-            or operator.memory
-        ):
-            raise DiffRateError("the paper's recipe ranks by class attention or by image attention alone")
-        if operator.has_extras:
-            raise DiffRateError(f"the paper's recipe masks tokens: it does not go with {', '.join(EXTRAS)}")
         layout = backbone_of(model).layout
-        if layout.mean_pooled and not layout.plain_mean:
-            raise DiffRateError(
-                "the paper's recipe masks tokens, which this model's pooling head cannot do; use fast"
-            )
         self.model, self.space, self.operator = model, space, operator
         self.backbone = backbone_of(model)
         self.budget, self.lambdas = Budget.of(budget), lambdas

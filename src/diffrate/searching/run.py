@@ -33,8 +33,6 @@ from diffrate.searching.images import SearchImages
 from diffrate.searching.loop import Course, Loop, Settings, Snapshot
 from diffrate.searching.places import best_places
 from diffrate.searching.report import STATE, Progress, SearchFolder
-from diffrate.searching.split import split_of
-from diffrate.searching.starts import Start
 from diffrate.searching.subject import FEW, SOFT, Subject
 
 RECIPES = ("fast", "paper")
@@ -129,6 +127,8 @@ def search(
         recipe, budgets, checked_operator(base, backbone.layout), defaults[0] if steps is None else steps,
         defaults[1] if batch_size is None else batch_size, held_out, checks, patience, seed,
     )  # fmt: skip
+    if recipe == "paper":
+        paper.check(settings.operator, backbone.layout)
     augmented, plain = data if isinstance(data, tuple) else (data, data)
     views = VIEWS if recipe == "fast" else None
     images = SearchImages(augmented, plain, held_out, seed, views, accelerator.device)
@@ -162,10 +162,9 @@ def search(
                 return paper.PaperRecipe(*common, reduce, mix, {**LAMBDAS, **(lambdas or {})})
             chosen = settings.operator if last is None else last.operator
             where = best_places(space, budget, chosen, held)
-            counts = fast.best_start(where, budget, chosen, held, start, last)
+            first = fast.best_start(where, budget, chosen, held, start, last)
             if last is None and operator is None:
-                chosen = fast.best_operator(where, budget, chosen, held, counts)
-            first = Start(counts, split_of(last or start, where))
+                chosen = fast.best_operator(where, budget, chosen, held, first)
             if not resumed and (last is not None or start is None):
                 first = many.begin(where, budget, chosen, first, steps, seed)
             return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce)

@@ -71,11 +71,11 @@ def even_split(space: Space, share: float = EVEN) -> Tensor:
     return torch.full((len(space.choices),), share, dtype=torch.float64)
 
 
-def split_of(schedule: Schedule | None, space: Space) -> Tensor:
-    """The shares of a schedule; one half where it removes nothing, or there is none."""
+def split_of(schedule: Schedule, space: Space) -> Tensor:
+    """The shares of a schedule; one half where it removes nothing."""
+    if not schedule.operator.splits:  # which of the two it does is not in its counts
+        return even_split(space, float(schedule.operator.operation == "merge"))
     found = even_split(space)
-    if schedule is None:
-        return found
     runs = schedule.effective
     for i, part in enumerate(space.choices):
         before = [runs.merge[block - 1] if block else runs.tokens for block in part]

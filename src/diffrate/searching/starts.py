@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +23,12 @@ class Start(NamedTuple):
 
     counts: Tensor
     shares: Tensor
+
+    @classmethod
+    def between(cls, some: Sequence[Start], budget: Budget | float, space: Space) -> Start:
+        """The mean of some, on the budget."""
+        counts, shares = (torch.stack(each).mean(dim=0) for each in zip(*some, strict=True))
+        return cls(project(counts, budget, space, space.freely()), shares)
 
 
 def starts(space: Space, budget: Budget | float) -> list[Tensor]:
