@@ -2,7 +2,7 @@
 
 Here the steps of the fast recipe at the tightest budget, with seconds on this machine.
 
-Cost: a search each: five, of 20 to 78 s on a shared H200 with ViT-Ti, of 15 to 37 s with the embedded model.
+Cost: a search each: five, of 20 to 78 s on a shared H200 with ViT-Ti, of 14 to 37 s with the embedded model.
 
 Measured here: results/reproduce_vit_tiny_optimisation_time_h200.json, ViT-Ti at 0.655 GMACs: the loss rises by 0.039
 after 10 steps, 0.033 after 30, 0.039 after 240, all of it noise; seconds say little of how long a search takes, since a

@@ -117,10 +117,29 @@ def test_command_searches(
     assert [line.split()[1] for line in ran.out.splitlines()[2:4]] == ["search", "evit"]
 
 
+def test_fewer_images_are_spread_over_the_classes(
+    diffrate_cli: Callable[..., Ran], eval_flags: list[object], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    flags = [*eval_flags[1:], "--images", 6, "--json", out]
+    assert diffrate_cli("eval", *flags).code == 0
+    few = json.loads(out.read_text())["results"]["uncompressed"]
+    assert few["images"] == 6
+    ran = diffrate_cli("compare", *flags, "--methods", "tome", "--budget", "70%", "--no-speed")
+    assert ran.code == 0, ran.err
+    assert "6 images on cpu" in ran.out
+    whole = json.loads(out.read_text())["results"]["uncompressed"]
+    assert (whole["images"], whole["loss"]) == (6, pytest.approx(few["loss"]))
+    assert diffrate_cli("eval", *eval_flags[1:], "--json", out).code == 0
+    assert json.loads(out.read_text())["results"]["uncompressed"]["loss"] != pytest.approx(few["loss"])
+
+
 def test_list_of_methods(diffrate_cli: Callable[..., Ran], tmp_path: Path) -> None:
     ran = diffrate_cli("methods", "--json", tmp_path / "methods.json")
     assert ran.code == 0
-    assert [line.split()[0] for line in ran.out.splitlines()[1:]] == list(METHODS)
+    lines = ran.out.splitlines()
+    assert [line.partition(":")[0] for line in lines if not line.startswith(" ")] == list(METHODS)
+    assert "    Bolya et al. 2023, Token Merging" in lines
     listed = json.loads((tmp_path / "methods.json").read_text())["results"]["methods"]
     assert all(method["what"] for method in listed)
     departs = {method["name"]: method["departs"] for method in listed}

@@ -35,8 +35,11 @@ def methods(json: o.JsonFile = None) -> None:
     listed = [
         {"name": m.name, "what": m.line, "paper": m.paper, "departs": m.departs} for m in METHODS.values()
     ]
-    columns = ["method", "what it does", "paper", "not as in the paper"]
-    show_table(columns, [list(m.values()) for m in listed], text=4)
+    for each in listed:
+        typer.echo(f"{each['name']}: {each['what']}")
+        departs = f"not as there: {each['departs']}" if each["departs"] else ""
+        for line in filter(None, (each["paper"], departs)):
+            typer.echo(f"    {line}")
     save_json(json, {"methods": listed})
 
 
@@ -51,6 +54,7 @@ def compare_command(
     dataset: o.DatasetName = "",
     split: o.Split = None,
     class_map: o.ClassMap = None,
+    most: o.MostImages = None,
     batch_size: o.BatchSize = 64,
     workers: o.Workers = 2,
     crop_pct: o.CropPct = None,
@@ -156,8 +160,8 @@ def compare_command(
     if "search" in names and ((search_dir is None and not to_search) or same):
         raise DiffRateError("the method search needs --search-dir, images apart from those it is judged by")
     loader = build_loader(
-        whole, data_dir, dataset, split, batch_size, workers, class_map=class_map, device=where, **images
-    )
+        whole, data_dir, dataset, split, batch_size, workers, class_map=class_map, device=where, most=most, **images
+    )  # fmt: skip
     compared = run_compare(
         whole,
         loader,

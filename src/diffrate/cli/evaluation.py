@@ -35,6 +35,7 @@ def eval_command(
     dataset: o.DatasetName = "",
     split: o.Split = None,
     class_map: o.ClassMap = None,
+    most: o.MostImages = None,
     batch_size: o.BatchSize = 64,
     workers: o.Workers = 2,
     crop_pct: o.CropPct = None,
@@ -85,8 +86,8 @@ def eval_command(
     images["interpolation"] = interpolation
     dataset = o.dataset_for(model, dataset, data_dir)
     loader = build_loader(
-        whole, data_dir, dataset, split, batch_size, workers, class_map=class_map, device=where, **images
-    )
+        whole, data_dir, dataset, split, batch_size, workers, class_map=class_map, device=where, most=most, **images
+    )  # fmt: skip
     if chosen is not None:
         show_effective(chosen)
     result = evaluate(tested, loader, where, amp, amp_dtype, compare=whole if compare else None)

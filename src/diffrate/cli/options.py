@@ -141,6 +141,15 @@ ClassMap = Annotated[
     str | None,
     typer.Option(help="timm class map: a text file with one folder name a line.", rich_help_panel=DATA),
 ]
+MostImages = Annotated[
+    int | None,
+    typer.Option(
+        "--images",
+        help="No more images than these: of a folder evenly spread, of other datasets the first.",
+        min=1,
+        rich_help_panel=DATA,
+    ),
+]
 BatchSize = Annotated[
     int, typer.Option(help="Images per batch.", min=1, max=LARGEST_BATCH, rich_help_panel=DATA)
 ]
