@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ablations_searched
+import calibration
 import improvements
 import number_of_images
 import off_the_shelf
@@ -56,6 +57,7 @@ def experiments(random: int = schedule_comparison.RANDOM) -> dict[str, Callable[
         "sorting_metric": sorting_metric.run,
         "operation_order": operation_order.run,
         "transfer": transfer.run,
+        "calibration": calibration.run,
         "without_images": without_images,
         "number_of_images": number_of_images.run,
         "optimisation_time": optimisation_time.run,

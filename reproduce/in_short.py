@@ -16,6 +16,7 @@ import markdown_table
 from diffrate.methods import METHODS
 
 RANDOM = 10_000  # schedules of a race that is listed
+CALIBRATION = "beyond-the-paper-how-right-the-whole-models-probabilities-are"  # the section of the evidence
 
 Records = dict[Path, dict[str, Any]]
 Row = dict[str, Any]
@@ -75,6 +76,9 @@ def lines(records: Records, with_table: Callable[[Records, str], list[tuple[Path
              if (table := record["results"]["tables"]["schedule_comparison"])]  # fmt: skip
     if raced:
         yield "\n".join(ranks(raced)) + "\n"
+        right = [how_right(record["results"]) for _, record in with_table(records, "calibration")]
+        if right:
+            yield f"How right they are: {'; '.join(right)} ([calibration](evidence.md#{CALIBRATION})).\n"
     yield TABLE
     for _, record in found:
         yield "\n".join(all_methods(record["results"])) + "\n"
@@ -307,6 +311,16 @@ def ranks(raced: Sequence[tuple[Row, Row]]) -> Iterator[str]:
         "probabilities are right: the same ranking without the chance of which labels these images have, though it is "
         "also what a search makes small, on images of its own. Where budgets are loose, few labels rank by chance: see "
         "the same searches on more images. Searches that may prune alone are not in the best 1 %."
+    )
+
+
+def how_right(results: Row) -> str:
+    """What the whole model's loss says of its probabilities."""
+    own, best = results["tables"]["calibration"]["rows"][:2]
+    return (
+        f"{results['model']} expects a loss of {own['expected_loss']:.3f} of itself and has {own['loss']:.3f}, with an "
+        f"error of {own['standard_error']:.3f}, and would have the least, {best['loss']:.3f}, with its answers "
+        f"softened by {best['temperature']:.2f}"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import ablations_searched
 import beginnings
+import calibration
 import improvements
 import markdown_table
 import operation_order
@@ -144,6 +145,12 @@ EXPERIMENTS = (
     Experiment(
         "beyond the paper: where a search begins", "beginnings.py", "beginnings", BOTH,
         (*beginnings.BEGINNINGS, *(name + beginnings.BEFORE for name in beginnings.BEGINNINGS)), 2,
+    ),
+    Experiment(
+        "beyond the paper: how right the whole model's probabilities are", "calibration.py", "calibration", BOTH,
+        calibration.ROWS,
+        remark="The loss that the whole model expects of itself beside the one that it has, and the temperature by "
+        "which its answers would have to be softened for the least loss.",
     ),
     Experiment("beyond the paper: seeds of the search", "little_data.py", "search_vit_tiny_h200", on=BOTH[1]),
     Experiment("beyond the paper: milliseconds", "milliseconds.py", "milliseconds_*"),

@@ -171,3 +171,36 @@ def test_ranks_are_those_of_searches_in_races_that_were_run_to_their_end(load, t
         "| embedded, pruning alone | 0.5 (50 %) | 10 | 300 | 200 |",
         "",
     ]
+
+
+def test_how_right_the_probabilities_are_stands_below_the_ranks(load, tmp_path: Path) -> None:
+    race = {"budget": 0.5, "schedules": 10000, "rank_percent": 0.1, "seconds": 1.0, "runners": 1, "better": 5}
+    race |= {"entered": [10000], "images": [10], "audited": 0, "audited_better": 0, "most_missed": 0}
+    races = [
+        {**race, "name": f"the race by {by}", "search": "search", "complete": True}
+        for by in ("loss", "divergence")
+    ]
+    own = {
+        "name": "as they are",
+        "temperature": 1.0,
+        "expected_loss": 0.9129,
+        "loss": 0.9334,
+        "standard_error": 0.0319,
+    }
+    tables = {"off_the_shelf": {"rows": rows()}, "schedule_comparison": {"rows": races}}
+    written(tmp_path, "reproduce_a.json", tables)
+    text, said = load("page").page(tmp_path), "How right they are: "
+    assert said not in text
+    calibration = {
+        "rows": [own, {**own, "temperature": 1.02, "loss": 0.9331}, {"name": "tenth 1", "right": 0.5}]
+    }
+    written(tmp_path, "reproduce_b.json", {"calibration": calibration})
+    page = load("page")
+    text = page.page(tmp_path)
+    assert (
+        f"{said}embedded expects a loss of 0.913 of itself and has 0.933, with an error of 0.032, and would have the "
+        "least, 0.933, with its answers softened by 1.02 ([calibration](evidence.md#"
+    ) in text
+    anchor = text.partition("[calibration](evidence.md#")[2].partition(")")[0]
+    heading = next(line for line in page.evidence(tmp_path).splitlines() if "how right" in line)
+    assert heading.removeprefix("## ").lower().replace(" ", "-").replace("'", "").replace(":", "") == anchor

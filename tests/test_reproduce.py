@@ -157,6 +157,28 @@ def test_each_part_of_the_default_operator_is_left_out_once(load) -> None:
         assert wanted in [diffrate.Operator(**changes) for changes in variants], part
 
 
+def test_calibration_of_answers_that_are_right_and_of_answers_that_are_too_sure(load, small) -> None:
+    module, draw = load("calibration"), torch.Generator().manual_seed(0)
+    small.model, small.json = torch.nn.Identity(), None
+    logits = torch.randn(2000, 5, generator=draw, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(dim=-1), 1, generator=draw)[:, 0]
+    for sureness, best in ((1.0, 1.0), (1.5, 1.5)):
+        small.val = [(sureness * logits[:900], labels[:900]), (sureness * logits[900:], labels[900:])]
+        module.run(small)
+        rows = {row["name"]: row for row in small.tables["calibration"]["rows"]}
+        as_they_are, softened = (rows[name] for name in module.ROWS)
+        assert softened["temperature"] == pytest.approx(best, abs=0.1)
+        assert softened["loss"] <= as_they_are["loss"]
+        right = abs(as_they_are["loss"] - as_they_are["expected_loss"]) < 2 * as_they_are["standard_error"]
+        assert right == (sureness == 1.0)
+        tenths = [rows[f"tenth {i}"] for i in range(1, module.PARTS + 1)]
+        assert [row["probability"] for row in tenths] == sorted(row["probability"] for row in tenths)
+        truth = (logits.argmax(dim=-1) == labels).double().mean()
+        assert sum(row["right"] for row in tenths) / module.PARTS == pytest.approx(float(truth))
+        surer = [row["probability"] - row["right"] for row in tenths]
+        assert (sum(surer) / module.PARTS > 0.05) == (sureness > 1)
+
+
 def test_pictures_of_each_method(load, small, tmp_path: Path) -> None:
     load("visualisation").run(small, tmp_path / "tokens.png", images=2)
     with Image.open(tmp_path / "tokens.png") as picture:
