@@ -75,7 +75,7 @@ def beginnings(setting: Setting, budget: float, seed: int) -> tuple[diffrate.Sch
     images = SearchImages(*setting.search_data, HELD_OUT, seed, VIEWS, setting.device)
     held = HeldOut(subject, images, setting.accelerator, batch_size, setting.workers)
     simple = fast.best_start(space, Budget.of(budget), fast.OPERATOR, held, start=None, last=None)
-    operator = fast.best_operator(space, budget, fast.OPERATOR, held, simple)
+    operator = fast.best_operator(space, budget, fast.OPERATOR, held, simple.counts)
     with Progress(shown=False) as bar:
         many = BestOfMany(
             images, held, batch_size, setting.accelerator, setting.workers, lambda sums: sums, bar

@@ -330,10 +330,12 @@ def main() -> None:
         "--operation",
         choices=OPERATORS,
         default="merge",
-        help="how searches and random schedules remove tokens",
+        help="how searches here, and the random schedules, remove tokens",
     )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()
+    if arguments.schedule and arguments.operation != "merge":
+        flags.error("--operation says how to search: schedules that are given bring their operator")
     with shared.ended_in_a_sentence():
         given = [diffrate.Schedule.load(file) for file in arguments.schedule]
         run(

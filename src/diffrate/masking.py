@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffrate.backbones import Backbone
-from diffrate.errors import DiffRateError
 from diffrate.operator import Operator
 from diffrate.proxy import Kept, hard_mask
 from diffrate.ranking import per_logit, scaled_products
@@ -137,10 +136,6 @@ def masked_logits(
 ) -> Tensor:
     """Logits of the whole model with the counts of two proxies, block `compressed[j]` taking their row j."""
     prefix = backbone.layout.prefix
-    if backbone.layout.restores and operator.operation != "merge":
-        raise DiffRateError(
-            "a model that restores its grid is searched by masks with merging only: use operation merge"
-        )
     first = backbone.start(images)
     x, positions = first.x, first.positions
     ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)

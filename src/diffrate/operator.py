@@ -78,6 +78,8 @@ class Operator:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 <= value <= most:
                 raise DiffRateError(f"{field} must be a number from 0 to {most}, not {shown(value)}")
+        if self.floor and self.choice != "cost":
+            raise DiffRateError(f"floor goes with choice cost, not with {self.choice}")
         if self.image_share and self.importance not in SHARED:
             raise DiffRateError(f"image_share goes with class attention, not with {self.importance}")
         if self.memory and self.mean != "attention":
@@ -106,9 +108,12 @@ class Operator:
     def changed(self, **changes: Any) -> Operator:
         """A copy with every change that is not None.
 
-        Another importance than class attention leaves no image share, another mean than attention no memory.
+        Another choice than by cost leaves no floor, another importance than class attention no image share, another
+        mean than attention no memory.
         """
         changes = {k: v for k, v in changes.items() if v is not None}
+        if changes.get("choice", "cost") != "cost":
+            changes.setdefault("floor", 0.0)
         if changes.get("importance", "auto") not in SHARED:
             changes.setdefault("image_share", 0.0)
         if changes.get("mean", "attention") != "attention":

@@ -8,6 +8,7 @@ import timm
 import torch
 from timm.models import metaformer
 from timm.models._registry import _model_to_module
+from torch.utils.data import TensorDataset
 
 import diffrate
 from backbones.slow import Slow, check, check_search, falling, noisy, remember, slow_logits
@@ -15,7 +16,6 @@ from conftest import flop_counter
 from diffrate import Schedule
 from diffrate.backbones import backbone_of
 from diffrate.costs.macs import MacCost
-from diffrate.masking import masked_logits
 from diffrate.operator import Operator
 from diffrate.searching.budget import Space
 
@@ -89,9 +89,11 @@ def test_searches():
     check_search(build())
 
 
-def test_masks_go_with_merging_only():
-    with pytest.raises(diffrate.DiffRateError, match="merge"):
-        masked_logits(backbone_of(build()), torch.zeros(1, 3, 96, 96), None, None, [1], Operator())
+def test_the_papers_recipe_refuses_to_prune_before_a_folder_is_made(tmp_path):
+    data = TensorDataset(torch.randn(20, 3, 96, 96), torch.zeros(20, dtype=torch.long))
+    with pytest.raises(diffrate.DiffRateError, match="restores its grid with merging only"):
+        diffrate.search(build(), data, "90%", recipe="paper", operator=Operator(), output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_image_sizes_and_features():

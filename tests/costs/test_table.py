@@ -1,7 +1,7 @@
 """Latency tables: what they predict, what they refuse, and profiles of a small model."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from conftest import TINY_FLAGS, check_refused, random_vit
 from diffrate.backbones import backbone_of
 from diffrate.costs.table import BlockTimes, Fit, LatencyTable, Series, TableCost
 from diffrate.errors import DiffRateError
+from diffrate.operator import Operator
 from diffrate.profiling import check_schedules, grid, profile
+from diffrate.searching import fast
 
 
 def straight(slope, start=0.0, n=(1, 10, 65)):
@@ -86,11 +88,15 @@ def matching(layout, **changes):
         ({"batch_size": 9}, "another batch size: 8, not 9"),
         ({"dtype": "float16"}, "another number type"),
         ({"mode": "graph"}, "another mode: 'eager', not 'graph'"),
+        ({"operator": Operator(operation="prune")}, "another operator: the paper's, not operation prune"),
     ],
 )
 def test_tables_of_something_else_are_refused(layout, asked, sentence):
     same = {"model": "my_vit", "device": "a machine", "batch_size": 8, "dtype": "float32", "mode": "eager"}
     matching(layout).check(layout, **same)
+    matching(layout).check(layout, **same, operator=Operator(importance="class-attention"))  # "auto" here
+    by_cost = Operator(operation="merge", choice="cost")
+    matching(layout, operator=asdict(by_cost)).check(layout, **same, operator=by_cost.changed(floor=1.0))
     matching(layout).check(layout, None, "a machine")
     with pytest.raises(DiffRateError, match=sentence):
         matching(layout).check(layout, **same | asked)
@@ -207,7 +213,8 @@ def test_command(tmp_path, diffrate_cli, monkeypatch):
     assert made.code == 0, made.err
     assert "largest error" in made.out
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    schedule = diffrate.Schedule(results["checks"][1]["kept"], results["checks"][1]["kept"])
+    kept = results["checks"][1]["kept"]
+    schedule = diffrate.Schedule(kept, kept, operator=fast.OPERATOR.changed(floor=1.0))
     schedule.save(tmp_path / "schedule.json")
     again = ["--table", tmp_path / "table.json", "--schedule", tmp_path / "schedule.json"]
     told = diffrate_cli(*flags, *again, "--json", tmp_path / "again.json")
@@ -218,6 +225,14 @@ def test_command(tmp_path, diffrate_cli, monkeypatch):
     with monkeypatch.context() as slow:
         slow.setattr("diffrate.profiling.time_models", lambda models, *_: [1e6] * len(models))
         assert "runs at another speed now" in " ".join(diffrate_cli(*flags, *again).err.split())
+    diffrate.Schedule(kept, kept).save(tmp_path / "papers.json")
+    papers = ["--schedule", tmp_path / "papers.json"]
+    check_refused(diffrate_cli(*flags, *again, *papers), "another operator: operation merge, mean attention")
+    check_refused(diffrate_cli(*flags, *again, "--operation", "prune"), "a schedule has its own")
+    pruning = diffrate_cli(*flags, "--operation", "prune", "--output", tmp_path / "pruning.json")
+    assert pruning.code == 0, pruning.err
+    wanted = fast.OPERATOR.changed(operation="prune", importance="class-attention")
+    assert LatencyTable.load(tmp_path / "pruning.json").operator == asdict(wanted)
     flags[flags.index("2")] = "3"
     check_refused(diffrate_cli(*flags, *again), "another batch size: 2, not 3")
     check_refused(

@@ -79,6 +79,17 @@ def test_constant_rate_takes_one_share_in_every_block() -> None:
     assert kept == pytest.approx([196 * share**i for i in range(12)], abs=1.5)
 
 
+@pytest.mark.parametrize("make", [constant_number, constant_rate, stepwise])
+def test_half_of_what_goes_is_merged_where_an_operator_prunes_and_merges(make) -> None:
+    model = embedded.model(pretrained=False)
+    budget = 0.6 * diffrate.gmacs(model)
+    both, merged = (make(model, budget, Operator(operation=each)) for each in ("prune-merge", "merge"))
+    assert both.merge == merged.merge == merged.prune
+    before = (197, *both.merge)
+    for pruned, kept, had in zip(both.prune, both.merge, before, strict=False):
+        assert abs((pruned - kept) - (had - pruned)) <= 1
+
+
 def test_stepwise_keeps_one_share_at_blocks_4_7_and_10() -> None:
     model = embedded.model(pretrained=False)
     kept = [n - 1 for n in stepwise(model, 0.6 * diffrate.gmacs(model)).merge]

@@ -186,6 +186,27 @@ def test_a_race_takes_a_part_of_the_descent_and_short_ones_have_none(space, budg
     assert chooser.begin(space, budget, fast.OPERATOR, simple, 10, seed=0) is simple
 
 
+def test_an_operator_that_prunes_and_merges_affords_more_shapes_of_all_splits(
+    space, budget, data, monkeypatch
+):
+    simple, drawn = Start(starts(space, budget)[0], even_split(space)), []
+    chooser = many(KnownSplit(None, random_vit(depth=6)), data)
+    real = best_of_many.schedule_of
+
+    def watched(counts, space, operator, shares):
+        drawn.append(shares.unique().tolist())
+        return real(counts, space, operator, shares)
+
+    monkeypatch.setattr(best_of_many, "schedule_of", watched)
+    found = []
+    for operator in (fast.OPERATOR, diffrate.Operator()):
+        drawn.clear()
+        chooser.begin(space, budget, operator, simple, 70, seed=0)
+        found.append([each for (each,) in drawn[1:-2]])  # without the simple one, the mean, and it again
+    assert list(map(len, found)) == [128, 256]
+    assert found[1][:6] == [0.0, 0.25, 0.5, 0.75, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("processes", [3, 17])  # of so many, one has no image of the first
 def test_processes_share_the_images(space, budget, data, processes):
     model = random_vit(depth=6)
@@ -230,5 +251,5 @@ def test_a_given_start_is_where_a_search_begins(data, monkeypatch):
     assert [steps for _, steps in asked] == [6]
     assert asked[0][0].choice == fast.OPERATOR.choice
     assert begun[0].counts.round().tolist() == [65, 40, 30, 1]
-    assert begun[0].shares.tolist() == [0.2, 0.5]
+    assert begun[0].shares.tolist() == pytest.approx([(5 + 0.5) / (25 + 1), (5 + 0.5) / (10 + 1)])
     assert begun[1].shares.tolist() == [0.5, 0.5]

@@ -11,6 +11,7 @@ from conftest import TINY_FLAGS, check_refused, random_vit, write_image
 from diffrate.backbones import backbone_of
 from diffrate.costs import Costs, GemminiCost, LatencyTable, MacCost, TableCost, Workload
 from diffrate.costs.table import BlockTimes, Fit, Series
+from diffrate.devices import device_name
 from diffrate.searching.budget import Budget, Space, check_budget, rounded
 from diffrate.searching.places import first_counts, places
 from diffrate.searching.starts import starts
@@ -197,6 +198,15 @@ def test_search_command_with_a_table_and_with_gemmini(tmp_path, diffrate_cli):
     measured = ["--budget", "4.5ms", "--profile-table", tmp_path / "table.json"]
     done = diffrate_cli("search", *TINY_FLAGS, *flags, *measured, "--output", tmp_path / "a")
     check_refused(done, "another device")
+    here = device_name(torch.device("cpu"))
+    table(0.1, depth=4, tokens=17, kind_of=[0] * 4, device=here).save(tmp_path / "here.json")
+    for more in (["--operation", "prune"], []):
+        on = ["--budget", "4.5ms", "--profile-table", tmp_path / "here.json", *more]
+        done = diffrate_cli("search", *TINY_FLAGS, *flags, *on, "--output", tmp_path / "a")
+        check_refused(done, "another operator: the paper's, not operation")
+    on = ["--budget", "4.5ms", "--profile-table", tmp_path / "here.json", "--operator", "paper"]
+    done = diffrate_cli("search", *TINY_FLAGS, *flags, *on, "--output", tmp_path / "papers")
+    assert done.code == 0, done.err
     done = diffrate_cli("search", *TINY_FLAGS, *flags, *measured, "--any-table", "--output", tmp_path / "a")
     assert done.code == 0, done.err
     assert "another device" in done.err

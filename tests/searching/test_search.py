@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from timm.data import Mixup
 
 import diffrate
 from conftest import TINY_FLAGS, check_refused, random_vit, write_image
+from diffrate.bench import bench_search
 from diffrate.data import UnreadableImageError
 from diffrate.methods.schedules import random_schedules
 from diffrate.searching import best_of_many, fast, paper, report
@@ -310,6 +312,8 @@ def test_pooling_heads_that_cannot_mask_tokens_are_refused_by_the_papers_recipe(
         model = random_vit(depth=4, global_pool=pool, class_token=False)
         with pytest.raises(diffrate.DiffRateError, match="pooling head"):
             run(model, data, recipe="paper")
+        with pytest.raises(diffrate.DiffRateError, match="pooling head"):
+            bench_search(model, 2, repeats=2)
         assert run(model, data).schedule.merge[0] == 64
 
 
@@ -387,7 +391,12 @@ def test_flags_say_how_tokens_are_removed(tmp_path, diffrate_cli):
         found = diffrate.Schedule.load(tmp_path / name / "schedule.json")
         assert found.operator == wanted.changed(importance="class-attention")
         assert found.prune != found.merge
+        merged = [p - m for p, m in zip(found.prune, found.merge, strict=True)]
         assert "merged tokens" in done.out
+        assert re.search(" " + ",".join(map(str, merged)) + r"\n", done.out), done.out
+        for entry in json.loads((tmp_path / name / "history.json").read_text())["steps"]:
+            assert all(m <= p for p, m in zip(entry["left_by_pruning"], entry["kept"], strict=True))
+        assert entry["left_by_pruning"] != entry["kept"]
     done = diffrate_cli(*flags, "--resume", "--output", str(tmp_path / "part"))
     assert done.code == 2
     assert "another operator, chooses_operator" in done.err
@@ -395,6 +404,7 @@ def test_flags_say_how_tokens_are_removed(tmp_path, diffrate_cli):
         (["--recipe", "paper", "--operator", "fast"], "masks tokens by rank"),
         (["--recipe", "paper", "--keep-norm"], "does not go with pruned_mass"),
         (["--operation", "merge-prune"], "choice cost merges after pruning"),
+        (["--operator", "paper", "--floor", "1"], "floor goes with choice cost"),
     ):
         check_refused(diffrate_cli(*flags, *more, "--output", str(tmp_path / "no")), words)
         assert not (tmp_path / "no").exists()  # the name is free for what was meant

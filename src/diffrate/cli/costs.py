@@ -10,11 +10,13 @@ from torch import nn
 
 from diffrate.backbones import backbone_of
 from diffrate.cli.output import note
+from diffrate.compressed import checked_operator
 from diffrate.costs import CostModel, Design, GemminiCost, LatencyTable, TableCost, Workload
 from diffrate.costs.gemmini.cost import CLOCK_MHZ
 from diffrate.costs.gemmini.matmul import Energies
 from diffrate.devices import device_name, resolve_device
 from diffrate.errors import DiffRateError
+from diffrate.operator import Operator
 
 HARDWARE = "Hardware"
 GEMMINI = "gemmini"
@@ -31,7 +33,9 @@ ProfileDtype = Annotated[
 ]
 AnyTable = Annotated[
     bool,
-    typer.Option("--any-table", help="Use a table of another model or device.", rich_help_panel=HARDWARE),
+    typer.Option(
+        "--any-table", help="Use a table of another model, device or operator.", rich_help_panel=HARDWARE
+    ),
 ]
 Hardware = Annotated[
     str | None,
@@ -66,14 +70,18 @@ def read_costs(
     hardware: str | None,
     clock_mhz: float,
     dram_pj: float,
+    operator: Operator,
 ) -> list[CostModel]:
-    """The cost models that the options ask for, beside MACs."""
+    """The cost models that the options ask for, beside MACs, for tokens that are removed by `operator`."""
     costs: list[CostModel] = []
     if table is not None:
         measured = LatencyTable.load(table)
         try:
             layout = backbone_of(model).layout
-            measured.check(layout, name, device_name(resolve_device(device)), batch_size, dtype)
+            measured.check(
+                layout, name, device_name(resolve_device(device)), batch_size, dtype,
+                operator=checked_operator(operator, layout),
+            )  # fmt: skip
         except DiffRateError as error:
             if not any_table or measured.depth != layout.depth or measured.tokens != layout.tokens:
                 raise

@@ -266,6 +266,9 @@ REMOVAL = {
     "keep_norm": Flag(KeepNorm), "seed": Flag(Seed),
 }  # fmt: skip
 
+# For commands without one, in which --seed, where there is one, is not that of a random importance.
+OPERATOR = {name: flag for name, flag in REMOVAL.items() if name != "seed"}
+
 
 def operator_changes(removal: Mapping[str, Any]) -> dict[str, Any]:
     """Flags of REMOVAL as fields of an Operator: --mean is that of images, --operator what others leave open."""

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from diffrate.backbones import backbone_of
 from diffrate.cli import options as o
+from diffrate.cli.flags import with_flags
 from diffrate.cli.output import counts, note, save_json, show_table
+from diffrate.compressed import checked_operator
 from diffrate.costs import LatencyTable
 from diffrate.devices import device_name, resolve_device
 from diffrate.errors import DiffRateError
 from diffrate.models import load_model
 from diffrate.profiling import check_mode, held_against, profile
 from diffrate.results import check_target
+from diffrate.searching import fast
 
 DRIFT = 0.1  # of the whole model's time, from which on a table is said to be old
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@with_flags("removal", o.OPERATOR)
 def profile_command(
     model: o.ModelName,
+    removal: dict[str, Any],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Table to write.", rich_help_panel=o.RUN)
     ] = None,
@@ -56,9 +61,10 @@ def profile_command(
 ) -> None:
     """Measure what a model's parts take on this machine, for budgets in milliseconds.
 
-    The table holds for this model, device, batch size, number type and mode; times are those of a batch. It ends with a
-    check: whole models under several schedules, as the table predicts them and as they are. With --table, a schedule
-    and the whole model are timed and held against a table that exists.
+    The table holds for this model, device, batch size, number type, mode and way of removing tokens, which is that of
+    `diffrate search` unless flags say another; times are those of a batch. It ends with a check: whole models under
+    several schedules, as the table predicts them and as they are. With --table, a schedule and the whole model are
+    timed and held against a table that exists.
 
     Example: diffrate profile --model vit_tiny_patch16_224 --batch-size 8 --device cpu --output table.json
     """
@@ -67,6 +73,8 @@ def profile_command(
         raise DiffRateError("give either --output for a new table, or --table and --schedule to check one")
     if (schedule is None) != (table is None):
         raise DiffRateError("--schedule and --table go together: a schedule is timed against a table")
+    if table is not None and removal:
+        raise DiffRateError("flags of how tokens are removed go with a new table: a schedule has its own")
     if dtype not in DTYPES:
         raise DiffRateError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     check_target(output)
@@ -79,8 +87,9 @@ def profile_command(
     layout = backbone_of(whole).layout
     if table is not None and schedule is not None:
         known = LatencyTable.load(table)
-        known.check(layout, model, device_name(where), batch_size, dtype, mode)
         chosen = o.read_schedule(schedule, whole, model)
+        removed_by = checked_operator(chosen.operator, layout)
+        known.check(layout, model, device_name(where), batch_size, dtype, mode, removed_by)
         rows = held_against(known, whole.to(where, DTYPES[dtype]), [None, chosen], repeats)
         drift = rows[0]["measured_ms"] / rows[0]["predicted_ms"]
         if abs(drift - 1) > DRIFT:
@@ -94,6 +103,7 @@ def profile_command(
             whole.to(dtype=DTYPES[dtype]),
             batch_size,
             device=where,
+            operator=fast.OPERATOR.changed(**o.operator_changes(removal)),
             repeats=repeats,
             mode=mode,
             name=model,

@@ -25,11 +25,9 @@ from diffrate.searching.images import MOST_HELD_OUT
 from diffrate.searching.run import RECIPES
 
 SEARCH = "Search"
-# How tokens are removed; --seed is the search's own here, not that of a random importance.
-OPERATOR = {name: flag for name, flag in o.REMOVAL.items() if name != "seed"}
 
 
-@with_flags("removal", OPERATOR)
+@with_flags("removal", o.OPERATOR)
 def search_command(
     model: o.ModelName,
     removal: dict[str, Any],
@@ -138,7 +136,8 @@ def search_command(
     )  # for weights that are not given: every process, and a resumed run, must have the same
     whole = load_model(model, checkpoint, pretrained, num_classes, size, kwargs)
     costs = c.read_costs(
-        whole, model, device, profile_table, profile_batch_size, profile_dtype, any_table, hardware, clock_mhz, dram_pj
+        whole, model, device, profile_table, profile_batch_size, profile_dtype, any_table, hardware, clock_mhz, dram_pj,
+        operator or o.OPERATORS[recipe],
     )  # fmt: skip
     dataset = o.dataset_for(model, dataset, data_dir)
     data = search_datasets(

@@ -22,6 +22,7 @@ from diffrate.backbones import Layout
 from diffrate.costs.base import CostModel, attention_counts, mean_slopes, read
 from diffrate.errors import DiffRateError, shown
 from diffrate.isotonic import rising
+from diffrate.operator import Operator
 from diffrate.schedule import MOST_TOKENS, check_is_file, write_text
 
 FORMAT = "diffrate.latency_table"
@@ -105,8 +106,9 @@ class LatencyTable:
         batch_size: int | None = None,
         dtype: str | None = None,
         mode: str | None = None,
+        operator: Operator | None = None,
     ) -> None:
-        """Refuse to be used for another model, device, batch size, number type or mode."""
+        """Refuse to be used for another model, device, batch size, number type, mode or operator."""
         mine = (self.depth, self.dim, self.tokens, self.prefix)
         shapes = ("blocks", "wide", "tokens", "prefix tokens")
         theirs = (layout.depth, layout.dim, layout.tokens, layout.prefix)
@@ -126,6 +128,13 @@ class LatencyTable:
             _refuse("number type", shown(self.dtype), shown(dtype))
         if mode is not None and self.mode != mode:
             _refuse("mode", shown(self.mode), shown(mode))
+        if operator is not None:
+            # A floor takes no time, and held-out images of a search may add one.
+            known, asked = (
+                each.changed(floor=0.0).in_words() for each in (Operator.from_dict(self.operator), operator)
+            )
+            if known != asked:
+                _refuse("operator", known, asked)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}

@@ -182,7 +182,8 @@ def _schedule(
 ) -> Schedule:
     """The schedule of the smallest t in [0, 1] whose kept(t), shares of the image tokens, cost at most the budget.
 
-    splits  for each block, the share of what it removes that is merged; None leaves that to the operator.
+    splits  for each block, the share of what it removes that is merged; half of it without, where the operator prunes
+            and merges.
     """
     backbone = backbone_of(model)
     layout = backbone.layout
@@ -209,6 +210,8 @@ def _made(
     made: dict[str, Any],
 ) -> Schedule:
     prune = list(merge)
+    if splits is None and operator.splits:
+        splits = [0.5] * layout.depth
     if splits is not None:
         before = [merge[0], *merge[:-1]]
         prune = [n + round(s * (b - n)) for n, b, s in zip(merge, before, splits, strict=True)]

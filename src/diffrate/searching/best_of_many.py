@@ -77,7 +77,7 @@ class BestOfMany:
         """The mean of the best of random starts and a `simple` one.
 
         The simple one alone where a search is short, where next to no other counts meet the budget, and where
-        held-out images say that they are clearly better.
+        held-out images say that it is clearly better.
         """
 
         def schedule(start: Start) -> Schedule:

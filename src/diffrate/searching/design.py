@@ -39,14 +39,14 @@ def around(counts: Tensor, space: Space, draw: random.Random, others: int = 0) -
     """
     parts, signs = space.choices, hadamard(size(space, others))
     drawn = draw.sample(range(1, len(signs)), len(parts) + 1 + others)
-    columns = [signs[:, i] * draw.choice((-1, 1)) for i in drawn]
+    columns = torch.stack([signs[:, i] * draw.choice((-1, 1)) for i in drawn], dim=1)
+    lifts, ways, of_others = columns.split([1, len(parts), others], dim=1)
     changed = counts.repeat(len(signs), 1)
-    for part, way in zip(map(list, parts), columns[1:], strict=False):
+    for part, way in zip(map(list, parts), ways.T, strict=True):
         changed[:, part] += way[:, None] * _change(counts)[part]
     whole = torch.minimum(torch.maximum(changed.round(), space.least), space.most)
     lifted = whole.flip(1).cummax(dim=1).values.flip(1)
-    falling = torch.where(columns[0][:, None] > 0, lifted, whole.cummin(dim=1).values)
-    return falling, torch.stack(columns, dim=1)[:, len(parts) + 1 :]
+    return torch.where(lifts > 0, lifted, whole.cummin(dim=1).values), of_others
 
 
 def slopes(

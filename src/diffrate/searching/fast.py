@@ -3,8 +3,9 @@
 No labels, no proxies and no backward pass. The straight-through gradient of the paper is biased where it counts: a
 revived token is taken to live to the end, and a block above the running minimum gets none. A schedule has only a dozen
 numbers, so real forward passes can measure their slopes: design.py says of which schedules, many.py runs them at the
-price of a few, and descent.py moves the counts. Merging only, of the tokens that lose least, into importance-weighted
-means that are as long as their longest member.
+price of a few, descent.py moves the counts, and pace.py says how far. By default tokens are merged only, those that
+lose least, into importance-weighted means that are as long as their longest member; where an operator prunes and
+merges, split.py learns how much of each.
 """
 
 from __future__ import annotations
@@ -94,10 +95,11 @@ class FastRecipe:
             split.update(of_shares)
         return loss
 
-    def counts(self) -> list[int]:
-        """The whole counts of the present point."""
+    def present(self) -> Schedule:
+        """The schedule of the present point."""
         d = self.descent
-        return rounded(d.counts, d.budget, d.space)
+        shares = self.split.shares if self.split else None
+        return schedule_of(rounded(d.counts, d.budget, d.space), d.space, self.operator, shares)
 
     def answer(self) -> Schedule:
         """The schedule that this search would return now."""
@@ -137,43 +139,39 @@ def best_start(
 
     The best are the first on held-out images and all that are not clearly behind it; their mean is the beginning.
     Which of these is first is mostly chance, and a descent does not forget where it began: along directions in which
-    the loss hardly changes it goes nowhere.
+    the loss hardly changes it goes nowhere. How much of what goes is merged is taken from the `last` answer by all.
     """
     step = space.freely()
     if last is None and start is not None:
         return Start(project(space.searched(start), budget, space, step), split_of(start, space))
-    even = even_split(space)
-    candidates = [Start(counts, even) for counts in held_out.subject.starts(space, budget)]
-    if last is not None:
-        before = Start(project(space.searched(last), budget, space, step), split_of(last, space))
-        candidates = [before, *candidates]
-    if not candidates:
-        return Start(project(space.most, budget, space, step), even)
+    shares = even_split(space) if last is None else split_of(last, space)
+    candidates = held_out.subject.starts(space, budget)
+    if last is not None or not candidates:
+        counts = space.most if last is None else space.searched(last)
+        candidates = [project(counts, budget, space, step), *candidates]
     if len(candidates) == 1:
-        return candidates[0]
+        return Start(candidates[0], shares)
     losses = [
-        held_out.each(schedule_of(rounded(each.counts, budget, space), space, operator, each.shares))
-        for each in candidates
+        held_out.each(schedule_of(rounded(counts, budget, space), space, operator, shares))
+        for counts in candidates
     ]
     first = min(losses, key=held_out.mean)
     good = [
-        each
-        for each, loss in zip(candidates, losses, strict=True)
+        counts
+        for counts, loss in zip(candidates, losses, strict=True)
         if loss is first or not held_out.clearly_above(loss, first, BEHIND)
     ]
-    return Start.between(good, budget, space)
+    return Start(project(torch.stack(good).mean(dim=0), budget, space, step), shares)
 
 
 def best_operator(
-    space: Space, budget: Budget | float, operator: Operator, held_out: HeldOut, start: Start
+    space: Space, budget: Budget | float, operator: Operator, held_out: HeldOut, counts: Tensor
 ) -> Operator:
-    """The operator, or the same with a floor where that is clearly better on held-out images.
+    """The operator, or the same with a floor where that is clearly better at these counts on held-out images.
 
     By softened answers, with any number of classes: 200 images tell the right one of both by these, and not without.
     """
     other = operator.changed(floor=FLOOR)
-    counts = rounded(start.counts, budget, space)
-    as_given, floored = (
-        held_out.each(schedule_of(counts, space, o, start.shares), SOFT) for o in (operator, other)
-    )
+    whole = rounded(counts, budget, space)
+    as_given, floored = (held_out.each(schedule_of(whole, space, o), SOFT) for o in (operator, other))
     return other if held_out.clearly_above(as_given, floored) else operator

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -34,7 +33,7 @@ class Course(Protocol):
     returns_last: ClassVar[bool]
 
     def step(self, images: Tensor, labels: Tensor) -> float | Tensor: ...
-    def counts(self) -> list[int]: ...
+    def present(self) -> Schedule: ...
     def answer(self) -> Schedule: ...
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
@@ -142,14 +141,14 @@ class Loop:
             if not len(batch.images):
                 raise DiffRateError(f"no image of a batch could be read; the first: {batch.unreadable[0]}")
             self.check_labels(batch.labels)
-            counts = None if course.returns_last else course.counts()
+            before = None if course.returns_last else course.present()
             loss = self._step(course, batch.images, batch.labels)
             now.step += 1
             checking = now.step % every == 0 or now.step == steps
             saving = checking or self.folder.due()
-            if counts or saving:  # a loss still on the device is waited for only when it must be known
+            if before or saving:  # a loss still on the device is waited for only when it must be known
                 loss = self._finite(loss)
-            entry = self._record(counts or course.counts(), loss, budget) if counts or checking else None
+            entry = self._record(before or course.present(), loss, budget) if before or checking else None
             self.bar.update(entry)
             if entry is not None and checking:
                 entry["held_out"] = self._check(course, steps)
@@ -179,11 +178,13 @@ class Loop:
             )
         return loss
 
-    def _record(self, kept: list[int], loss: float | Tensor, budget: Budget) -> dict[str, Any]:
-        loss, step = float(loss), self.now.step - 1
-        prices = self.space.price(torch.tensor(kept[: len(self.space.least)], dtype=torch.float64))
+    def _record(self, schedule: Schedule, loss: float | Tensor, budget: Budget) -> dict[str, Any]:
+        loss, step, runs = float(loss), self.now.step - 1, schedule.effective
+        prices = self.space.price(self.space.searched(schedule))
         costs = {metric: float(price) for metric, price in prices.items()}
-        entry = {"budget": str(budget), "step": step, "loss": loss, **costs, "kept": kept}
+        entry = {"budget": str(budget), "step": step, "loss": loss, **costs, "kept": list(runs.merge)}
+        if schedule.operator.splits:
+            entry["left_by_pruning"] = list(runs.prune)
         self.now.history.append(entry)
         self.accelerator.log({"loss": loss, **costs}, step=len(self.now.history))
         return entry

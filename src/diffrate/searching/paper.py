@@ -41,6 +41,10 @@ def check(operator: Operator, layout: Layout) -> None:
         raise DiffRateError("the paper's recipe ranks by class attention or by image attention alone")
     if operator.has_extras:
         raise DiffRateError(f"the paper's recipe masks tokens: it does not go with {', '.join(EXTRAS)}")
+    if layout.restores and operator.operation != "merge":
+        raise DiffRateError(
+            "the paper's recipe searches a model that restores its grid with merging only: use operation merge"
+        )
     if layout.mean_pooled and not layout.plain_mean:
         raise DiffRateError(
             "the paper's recipe masks tokens, which this model's pooling head cannot do; use fast"
@@ -63,9 +67,10 @@ class PaperRecipe:
         mix: Mix | None = None,
         lambdas: Mapping[str, float] = LAMBDAS,
     ) -> None:
-        layout = backbone_of(model).layout
         self.model, self.space, self.operator = model, space, operator
         self.backbone = backbone_of(model)
+        layout = self.backbone.layout
+        check(operator, layout)
         self.budget, self.lambdas = Budget.of(budget), lambdas
         self.steps, self.reduce, self.mix, self.done = steps, reduce, mix, 0
         self.compressed = list(range(1, layout.depth if layout.compresses_last_block else layout.depth - 1))
@@ -134,7 +139,7 @@ class PaperRecipe:
         return self.space.cost.price(kept.double())
 
     @torch.no_grad()
-    def raw(self) -> Schedule:
+    def present(self) -> Schedule:
         """The counts as the proxies have them, before they are moved onto the budget."""
         layout = self.backbone.layout
 
@@ -146,16 +151,13 @@ class PaperRecipe:
         prune = counts(self.prune) if self.operator.operation == "prune-merge" else merge
         return Schedule(prune, merge, layout.prefix, self.operator)
 
-    def counts(self) -> list[int]:
-        return list(self.raw().effective.merge)
-
     def answer(self) -> Schedule:
         """The learned counts, moved onto the budget, which the soft penalty leaves a few percent off.
 
         In the last block of a class-token model only the prefix stays, as in every search here: what the proxy learned
         there goes to the other blocks.
         """
-        raw = self.raw().effective
+        raw = self.present().effective
         on = project(self.space.searched(raw), self.budget, self.space, self.space.freely())
         merge = self.space.every_block(rounded(on, self.budget, self.space))
         merged = [p - m for p, m in zip(raw.prune, raw.merge, strict=True)]

@@ -164,7 +164,7 @@ def search(
             where = best_places(space, budget, chosen, held)
             first = fast.best_start(where, budget, chosen, held, start, last)
             if last is None and operator is None:
-                chosen = fast.best_operator(where, budget, chosen, held, first)
+                chosen = fast.best_operator(where, budget, chosen, held, first.counts)
             if not resumed and (last is not None or start is None):
                 first = many.begin(where, budget, chosen, first, steps, seed)
             return fast.FastRecipe(subject, where, chosen, budget, steps, first, seed, reduce)

@@ -17,13 +17,8 @@ from diffrate.searching.budget import Space
 from diffrate.searching.pace import Pace, last_part
 
 EVEN = 0.5
-LEVELS = (
-    0.0,
-    0.25,
-    EVEN,
-    0.75,
-    1.0,
-)  # of all blocks together, in the random shapes that a search may begin at
+# Of all blocks together, in the random shapes that a search may begin at.
+LEVELS = (0.0, 0.25, EVEN, 0.75, 1.0)
 CHANGE = 0.25  # by which a share goes up or down in what a step measures
 TRAVEL = 1.0  # how far a share could travel at the first step's length
 
@@ -72,7 +67,11 @@ def even_split(space: Space, share: float = EVEN) -> Tensor:
 
 
 def split_of(schedule: Schedule, space: Space) -> Tensor:
-    """The shares of a schedule; one half where it removes nothing."""
+    """The shares of a schedule, as its whole tokens tell them: of many surely, of none not at all.
+
+    Where one token goes and is merged, any share above one half may have been meant: taken is the middle. `pruned`
+    gives the schedule back.
+    """
     if not schedule.operator.splits:  # which of the two it does is not in its counts
         return even_split(space, float(schedule.operator.operation == "merge"))
     found = even_split(space)
@@ -81,8 +80,7 @@ def split_of(schedule: Schedule, space: Space) -> Tensor:
         before = [runs.merge[block - 1] if block else runs.tokens for block in part]
         removed = sum(a - runs.merge[block] for a, block in zip(before, part, strict=True))
         merged = sum(runs.prune[block] - runs.merge[block] for block in part)
-        if removed:
-            found[i] = merged / removed
+        found[i] = (merged + EVEN) / (removed + 1)
     return found
 
 
