@@ -99,16 +99,21 @@ def measure(
         more["note"] = note
     result = table.measure(name, model, cost, budget=budget, **more)
     if searched is not None:
-        c = compare_evaluations(result, searched)
-        table.rows[-1]["to_search"] = {
-            "points": c.top1_difference,
-            "points_interval": c.top1_interval,
-            "loss_difference": c.loss_difference,
-            "loss_interval": c.loss_interval,
-            "mcnemar_p": c.mcnemar_p,
-        }
+        table.rows[-1]["to_search"] = to_search(result, searched)
         save(table.setting)
     return result
+
+
+def to_search(result: Evaluation, searched: Evaluation) -> dict[str, Any]:
+    """The paired difference of a row to the search's."""
+    c = compare_evaluations(result, searched)
+    return {
+        "points": c.top1_difference,
+        "points_interval": c.top1_interval,
+        "loss_difference": c.loss_difference,
+        "loss_interval": c.loss_interval,
+        "mcnemar_p": c.mcnemar_p,
+    }
 
 
 def is_schedule(model: nn.Module) -> TypeGuard[diffrate.CompressedModel]:

@@ -16,6 +16,7 @@ import ablations_searched
 import beginnings
 import calibration
 import improvements
+import last_block
 import markdown_table
 import operation_order
 import operator_choice
@@ -58,6 +59,18 @@ EXPERIMENTS = (
         (*BOTH, "DeiT and MAE models, ImageNet"), tuple(METHODS), 3,
     ),
     Experiment("Table 1, LV-ViT-S", "off_the_shelf.py --model lvvit_s", "reproduce_lvvit*", ("LV-ViT-S, ImageNet",)),
+    Experiment(
+        "beyond the paper: Table 1 at equal terms in the last block", "last_block.py", "last_block", BOTH,
+        ("search", *last_block.RIVALS), 3,
+        remark="No method is charged for the MLP of its last block on tokens that the head does not read; what they "
+        "may spend before that is as much more than in Table 1. GMACs are without it.",
+    ),
+    Experiment(
+        "beyond the paper: the paper's schedules as fast as a search", "equal_speed.py", "equal_speed", BOTH[1:],
+        ("search", "the paper's, as fast"), 3,
+        remark="Each moved to the MACs at which it should be as fast as the search, by the speeds that "
+        "`diffrate compare` measured.",
+    ),
     Experiment(
         "Table 2, with training, and from scratch", "with_training.py", "with_training_*",
         ("DeiT and MAE models, ImageNet",),

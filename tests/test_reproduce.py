@@ -157,6 +157,59 @@ def test_each_part_of_the_default_operator_is_left_out_once(load) -> None:
         assert wanted in [diffrate.Operator(**changes) for changes in variants], part
 
 
+def test_rivals_may_spend_before_what_their_last_block_spends_in_vain(load, small, tmp_path: Path) -> None:
+    module, (budget,) = load("last_block"), small.budgets
+    schedule = diffrate.methods.schedules.random_schedules(small.model, budget, [0], last_is_free=True)[0]
+    rows = [{"name": "search", "budget": budget, "settings": {"schedule": schedule.to_dict()}}]
+    table = {"results": {"tables": {"off_the_shelf": {"rows": rows}}}}
+    (tmp_path / "searches.json").write_text(json.dumps(table))
+    module.run(small, tmp_path / "searches.json")
+    first, *rivals = json.loads((tmp_path / "rows.json").read_text())["results"]["tables"]["last_block"][
+        "rows"
+    ]
+    assert diffrate.Schedule.from_dict(first["settings"]["schedule"]).merge == schedule.merge
+    assert [row["name"] for row in rivals] == list(module.RIVALS)
+    for row in rivals:
+        settings = row["settings"]
+        kept = settings["kept"] if "kept" in settings else settings["schedule"]["merge"]
+        in_vain = (
+            2 * 8 * 4 * 8 * (kept[-1] - 1) / 1e9
+        )  # an MLP of 8 and 4 x 8 features, for all but the class token
+        assert row["in_vain"] == pytest.approx(in_vain)
+        assert row["gmacs"] == pytest.approx(budget, rel=0.01)
+        assert row["gmacs"] <= budget
+        assert "to_search" in row
+    alone = diffrate.gmacs(diffrate.methods.build("tome", small.model, budget))
+    assert rivals[1]["gmacs"] + rivals[1]["in_vain"] > 1.005 * alone
+    with pytest.raises(diffrate.DiffRateError, match="no search at"):
+        module.searched_at(tmp_path / "searches.json", small, 2 * budget)
+
+
+def test_the_papers_schedules_are_moved_to_the_speed_of_the_search(load, small, tmp_path: Path) -> None:
+    module, whole = load("equal_speed"), diffrate.gmacs(small.model)
+    schedule = diffrate.methods.schedules.random_schedule(small.model, 0.6 * whole)
+    compared = [
+        {
+            "method": method,
+            "budget": share * whole,
+            "gmacs": share * whole,
+            "settings": {"schedule": schedule.to_dict()},
+        }
+        | {"speed": {"of_uncompressed": of}}
+        for method, share, of in (("searched", 0.6, 1.5), ("published", 0.6, 1.8), ("published", 0.4, 2.6))
+    ]
+    (tmp_path / "compared.json").write_text(json.dumps({"results": {"rows": compared}}))
+    module.run(small, tmp_path / "compared.json")
+    searched, theirs = small.tables["equal_speed"]["rows"]
+    assert searched["gmacs"] == pytest.approx(diffrate.gmacs(small.model, schedule))
+    assert theirs["gmacs"] == pytest.approx((1 - 0.4 * 0.5 / 0.8) * whole, rel=0.015)
+    assert diffrate.Operator.from_dict(theirs["settings"]["schedule"]["operator"]) == diffrate.Operator()
+    assert theirs["speed"] == 1.5
+    assert "to_search" in theirs
+    with pytest.raises(diffrate.DiffRateError, match=r"no speeds on both sides of 2\.70"):
+        module.between([(1.0, whole), (2.6, 0.4 * whole)], 2.7)
+
+
 def test_calibration_of_answers_that_are_right_and_of_answers_that_are_too_sure(load, small) -> None:
     module, draw = load("calibration"), torch.Generator().manual_seed(0)
     small.model, small.json = torch.nn.Identity(), None

@@ -1,0 +1,98 @@
+"""Beyond the paper: Table 1 where no method pays for tokens that leave its last block in vain.
+
+The head of a class-token model reads the class token alone, so that the MLP of the last block need run for no other
+token. Searched and published schedules remove the others there. ToMe, EViT and the like carry them to the end, as in
+their papers, and Table 1 charges them for what they run: at 1.0 GMACs of ViT-Ti that is 3 to 4 %. Any of them could do
+without. So here they may spend that much before, and cost the budget without it. Rows are paired with the search of
+Table 1 at its budget; methods whose tokens differ from image to image are left out.
+
+Cost: a pass over the validation images for each of seven methods and the search at each budget; no search.
+
+Measured here: not run yet.
+
+    python reproduce/last_block.py --searches results/reproduce_embedded_off_the_shelf_h200.json \\
+        --json results/reproduce_embedded_last_block_cpu.json
+    python reproduce/last_block.py --searches results/reproduce_vit_tiny_off_the_shelf_h200.json \\
+        --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors --data-dir imagenet --crop-pct 1.0 \\
+        --budgets 1.0G,0.81G,0.655G --json results/reproduce_vit_tiny_last_block_cpu.json
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import setting as shared
+import torch
+from off_the_shelf import to_search
+from setting import Setting, Table
+from torch import nn
+
+import diffrate
+from diffrate.backbones import backbone_of
+from diffrate.costs.macs import MacCost
+from diffrate.errors import DiffRateError
+from diffrate.methods import build, cost_of
+from diffrate.methods.policy import PolicyModel
+
+PAPER = "nothing of the kind"
+TITLE = "Table 1, no method charged for what leaves its last block in vain"
+RIVALS = ("evit", "tome", "tome-decreasing", "atm", "tofu", "constant-rate", "random")
+ROUNDS = 4  # of finding what a method spends in vain where it may spend as much more
+
+
+def run(setting: Setting, searches: Path) -> None:
+    if not backbone_of(setting.model).layout.compresses_last_block:
+        raise DiffRateError("the head of this model reads every token")
+    table = Table(setting, "last_block", TITLE, PAPER)
+    for budget in setting.budgets:
+        searched = table.measure("search", searched_at(searches, setting, budget), budget=budget)
+        for name in RIVALS:
+            model, vain = at(name, setting.model, budget)
+            result = table.measure(name, model, cost_of(model) - vain, budget=budget, in_vain=vain)
+            table.rows[-1]["to_search"] = to_search(result, searched)
+            shared.save(setting)
+
+
+def searched_at(file: Path, setting: Setting, budget: float) -> diffrate.Schedule:
+    """What the search of an earlier table found at a budget."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["results"]["tables"]["off_the_shelf"]["rows"]
+    for row in rows:
+        if row["name"] == "search" and abs(row["budget"] - budget) < 1e-6:
+            return diffrate.Schedule.from_dict(row["settings"]["schedule"])
+    raise DiffRateError(f"{file} has no search at {budget:g} GMACs")
+
+
+def at(name: str, model: nn.Module, budget: float) -> tuple[nn.Module, float]:
+    """A method that costs the budget without what its last block spends in vain, and that in GMACs."""
+    vain = 0.0
+    for _ in range(ROUNDS):
+        made = build(name, model, budget + vain)
+        vain = in_vain(made)
+    return build(name, model, budget + vain), vain
+
+
+def in_vain(model: nn.Module) -> float:
+    """GMACs of the last block's MLP for all but the prefix."""
+    assert isinstance(model, diffrate.CompressedModel)
+    kept = list(model.kept if isinstance(model, PolicyModel) else model.schedule.effective.merge)
+    counts = torch.tensor([kept, [*kept[:-1], model.backbone.layout.prefix]], dtype=torch.float64)
+    carried, dropped = MacCost.of_backbone(model.backbone).gmacs(counts).tolist()
+    return carried - dropped
+
+
+def main() -> None:
+    flags = shared.parser(__doc__)
+    flags.add_argument(
+        "--searches",
+        type=Path,
+        required=True,
+        help="what off_the_shelf.py wrote for this model and these budgets",
+    )
+    arguments = flags.parse_args()
+    with shared.ended_in_a_sentence():
+        run(shared.setting(arguments), arguments.searches)
+
+
+if __name__ == "__main__":
+    main()
