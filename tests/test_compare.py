@@ -230,6 +230,22 @@ def test_mistakes_are_refused(model: nn.Module, loader) -> None:
         untimed(model, loader, ["search"], "50%")
 
 
+@pytest.mark.parametrize("budget", ["100%", "120%"])
+def test_a_budget_of_the_whole_model_asks_for_nothing(model: nn.Module, loader, budget: str) -> None:
+    with pytest.raises(DiffRateError, match=r"asks for nothing: the whole model costs \d"):
+        untimed(model, loader, ["tome"], f"50%,{budget}")
+    schedules = {"all": diffrate.Schedule.identity(6, 65)}
+    if budget == "100%":
+        compared = untimed(model, loader, ["tome"], f"50%,{budget}", schedules)
+        assert [row.method for row in compared.rows] == ["all", "tome"]
+        assert compared.rows[0].to_whole.top1_difference == 0
+        assert len(compared.left_out) == 1
+        assert compared.left_out[0].startswith("tome at ")
+    else:
+        with pytest.raises(DiffRateError, match="which is none of the budgets"):
+            untimed(model, loader, ["tome"], f"50%,{budget}", schedules)
+
+
 def test_tables_hold_the_numbers(model: nn.Module, loader) -> None:
     compared = compare(model, loader, ["evit", "tome"], "60%", batch_size=4)
     columns, cells = table(compared)

@@ -11,20 +11,20 @@ import pytest
 from test_page import ORIGIN, measured, written
 
 
-def to_search(points: tuple[float, float], loss: tuple[float, float]) -> dict[str, Any]:
-    middle = {"points": sum(points) / 2, "loss_difference": sum(loss) / 2, "mcnemar_p": 0.5}
-    return {**middle, "points_interval": points, "loss_interval": loss}
+def to_search(points: float, loss: tuple[float, float], p: float = 0.5) -> dict[str, Any]:
+    middle = {"points": points, "loss_difference": sum(loss) / 2, "mcnemar_p": p}
+    return {**middle, "points_interval": [points - 1, points + 1], "loss_interval": loss}
 
 
 def rows() -> list[dict[str, Any]]:
     return [
         measured("search", 0.9, points=0.1),
         measured("search", 0.5, points=-0.85, points_interval=[-1.7, 0.05]),
-        measured("tome", 0.5, points=-3.95, to_search=to_search((-4.0, -0.1), (0.1, 0.2))),
-        measured("evit", 0.5, to_search=to_search((-1.0, 0.1), (0.01, 0.2))),
-        measured("random, the search's operator", 0.5, to_search=to_search((-1.0, 0.1), (-0.01, 0.2))),
-        measured("published", 0.5, points=0.5, to_search=to_search((0.1, 0.2), (-0.01, 0.2))),
-        measured("resolution", 0.5, to_search=to_search((-0.1, 0.2), (-0.02, -0.01))),
+        measured("tome", 0.5, points=-3.95, to_search=to_search(-2, (0.1, 0.2), 0.049)),
+        measured("evit", 0.5, to_search=to_search(-1.5, (0.01, 0.2), 0.051)),
+        measured("random, the search's operator", 0.5, to_search=to_search(-0.5, (-0.01, 0.2))),
+        measured("published", 0.5, points=0.5, to_search=to_search(1.5, (-0.01, 0.2), 0.001)),
+        measured("resolution", 0.5, to_search=to_search(0.1, (-0.02, -0.01))),
     ]
 
 
@@ -47,17 +47,19 @@ def test_who_is_behind_the_search_and_who_cannot_be_told_from_it(load, tmp_path:
 def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path) -> None:
     written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": rows()}}, "small")
     speed = {"mode": "eager", "dtype": "float16", "batch_size": 100, "images_per_second": 12345.0}
-    to = {"top1_difference": -0.5, "top1_interval": [-1.0, 0.0]}
-    to |= {"loss_difference": 0.1, "loss_interval": [0.0, 0.2]}
-    row = {"gmacs": 0.5, "top1": 80.0, "to_uncompressed": to, "to_first": None, "note": "", "settings": {}}
+    row = {"gmacs": 0.5, "top1": 80.0, "to_first": None, "note": "", "settings": {}}
+    to = {"top1_difference": -0.5, "top1_interval": [-1.0, 0.0], "loss_interval": [0.0, 0.2]}
     compared = [
-        {**row, "method": name, "budget": budget, "top1": top1, "speed": {**speed, "of_uncompressed": of}}
-        for name, budget, of, top1 in (
-            ("searched", 0.9, 1.1, 79.0),
-            ("searched", 0.5, 1.8, 80.0),
-            ("tome", 0.5, 0.7, 81.0),
+        {
+            **row, "method": name, "budget": budget, "loss": 0.3 + rise, "speed": {**speed, "of_uncompressed": of},
+            "to_uncompressed": {**to, "loss_difference": rise},
+        }
+        for name, budget, of, rise in (
+            ("searched", 0.9, 1.1, 0.02),
+            ("searched", 0.5, 1.8, 0.01),
+            ("tome", 0.5, 0.7, -0.01),
         )
-    ]
+    ]  # fmt: skip
     compared[2]["speed"]["mode"] = "graph"
     whole = {"gmacs": 1.0, "top1": 80.5, "loss": 0.3, "images": 10, "speed": speed}
     results = {"model": "small", "uncompressed": whole, "rows": compared, "left_out": []}
@@ -71,8 +73,10 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
         "small's 12,345 ([file](../results/compare_x_h200.json)):\n\n"
         "| times as fast | 0.9 GMACs | 0.5 GMACs |\n|---|---|---|\n| searched | 1.10 | 1.80 |\n"
         "| tome (graph) |  | 0.70 |\n\n"
-        "Rows that no other row beats in both speed and top-1: tome at 0.5 (0.70, -0.50 points), "
-        "searched at 0.5 (1.80, -0.50 points).\n"
+    ) in text
+    assert (
+        " Rows that no other row beats in both speed and loss: tome at 0.5 (0.70, -0.010), searched at 0.5 (1.80, "
+        "+0.010).\n"
     ) in text
     assert "(../results/compare_x_h200.png)" in text
     page.draw(tmp_path)
@@ -121,25 +125,28 @@ def test_speeds_on_a_cpu_are_a_sentence(load) -> None:
     assert load("in_short").elsewhere(Path("compare_x.json"), record) == ""
 
 
-def test_losses_are_held_against_the_papers_at_equal_speed(load) -> None:
-    def row(method: str, of: float, loss: float) -> dict[str, Any]:
-        return {
-            "method": method,
-            "speed": {"of_uncompressed": of},
-            "to_uncompressed": {"loss_difference": loss},
-        }
+def test_the_papers_schedules_at_equal_speed_are_held_against_searches(load, tmp_path: Path) -> None:
+    def row(name: str, speed: float, **more: Any) -> dict[str, Any]:
+        return measured(name, 0.5, speed=speed, gmacs=0.4567, **more)
 
-    rows = [
-        row("searched", 1.2, 0.01),
-        row("searched", 1.75, 0.03),
-        row("searched", 2.5, 0.1),
-        row("tome", 1.9, 0),
+    pairs = [
+        row("search", 1.5),
+        row("the paper's, as fast", 1.5, to_search=to_search(-1.25, (0.01, 0.03))),
+        row("search", 2.0),
+        row("the paper's, as fast", 2.0, to_search=to_search(-3, (-0.01, 0.03), 0.001)),
     ]
     said = load("in_short").at_equal_speed
-    assert said(rows) == ""
-    assert said([*rows, row("published", 2.0, 0.08), row("published", 1.5, 0.02)]).endswith(
-        "---|\n| 1.20 | +0.010 | +0.008 |\n| 1.75 | +0.030 | +0.050 |\n\n"
-    )  # 2.5 is faster than any of theirs
+    file = tmp_path / "reproduce_x.json"
+    assert said({file: {"results": {"tables": {"off_the_shelf": {"rows": pairs}}}}}) == ""
+    records = {
+        file: {"results": {"tables": {"equal_speed": {"rows": pairs}}}},
+        tmp_path / "compare_x.json": {},
+    }
+    assert said(records).endswith(
+        "---|\n"
+        "| 1.50 | 0.457 | -1.25 [-2.25, -0.25] | +0.0200 [+0.0100, +0.0300] | behind it in loss alone |\n"
+        "| 2.00 | 0.457 | -3.00 [-4.00, -2.00] | +0.0100 [-0.0100, +0.0300] | behind it in top-1 |\n\n"
+    )
 
 
 def test_ranks_are_those_of_searches_in_races_that_were_run_to_their_end(load, tmp_path: Path) -> None:
@@ -171,6 +178,14 @@ def test_ranks_are_those_of_searches_in_races_that_were_run_to_their_end(load, t
         "| embedded, pruning alone | 0.5 (50 %) | 10 | 300 | 200 |",
         "",
     ]
+    assert (
+        "Not in the best 1 % by loss: 1 of 2 searches (12.34 %) of embedded at 0.5 GMACs on 10 images; 1 of 1 searches "
+        "(3.00 %) of embedded, pruning alone at 0.5 GMACs on 10 images."
+    ) in lines
+    assert (
+        "Not in the best 1 % by divergence: 1 of 1 searches (2.00 %) of embedded, pruning alone at 0.5 GMACs on 10 "
+        "images."
+    ) in lines
 
 
 def test_how_right_the_probabilities_are_stands_below_the_ranks(load, tmp_path: Path) -> None:
@@ -199,7 +214,7 @@ def test_how_right_the_probabilities_are_stands_below_the_ranks(load, tmp_path: 
     text = page.page(tmp_path)
     assert (
         f"{said}embedded expects a loss of 0.913 of itself and has 0.933, with an error of 0.032, and would have the "
-        "least, 0.933, with its answers softened by 1.02 ([calibration](evidence.md#"
+        "least, 0.933, at a temperature of 1.02 ([calibration](evidence.md#"
     ) in text
     anchor = text.partition("[calibration](evidence.md#")[2].partition(")")[0]
     heading = next(line for line in page.evidence(tmp_path).splitlines() if "how right" in line)

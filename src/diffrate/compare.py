@@ -23,9 +23,9 @@ from diffrate.compressed import CompressedModel, compress
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate_in_turn
-from diffrate.methods import METHODS, build, cost_of, settings_of
+from diffrate.methods import build, cost_of, named, settings_of
 from diffrate.methods.by_image import ImageCosts, Spread, decides_by_image, spread_images
-from diffrate.methods.fit import TOLERANCE, off_budget
+from diffrate.methods.fit import TOLERANCE, asks_for_nothing, off_budget, spends_all
 from diffrate.methods.resolution import LowerResolution
 from diffrate.operator import Operator
 from diffrate.portions import largest_that_fits
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """The uncompressed model, the rows in order of falling budget, and what could not be built."""
+    """The uncompressed model, the rows in order of falling budget, and what could not be built or timed."""
 
     whole: Evaluation
     gmacs: float
@@ -125,7 +125,8 @@ def compare(
 
     loader     batches of images and labels; it is read twice where a method measures its own cost.
     methods    names from `diffrate methods`; each row is compared with the first one.
-    budgets    GMACs, or text such as "0.8G,60%"; without any, the costs of the schedules.
+    budgets    GMACs, or text such as "0.8G,60%", below what the whole model costs; without any, the costs of the
+               schedules.
     schedules  further rows: a name and a schedule each, or one for each of some budgets. They come before the methods
                of the budget that they meet.
     trained    the same with models that have weights of their own, such as methods.trained.read_trained returns.
@@ -136,15 +137,14 @@ def compare(
     if speed:
         check_mode(mode, torch.device(device))
     for name in methods:
-        if name not in METHODS:
-            raise DiffRateError(f"there is no method {name!r}: `diffrate methods` lists {', '.join(METHODS)}")
+        named(name)
     names = [*methods, *(schedules or {}), *(trained or {})]
     if len(set(names)) < len(names):
         raise DiffRateError("give each method and schedule once, and no two of them one name")
     model.to(torch.device(device))
     given = [(name, compress(model, each)) for name, each in _one_by_one(schedules)] + _one_by_one(trained)
     images = None
-    if "ats" in methods or any(decides_by_image(each) for _, each in given):
+    if any(decides_by_image(each) for _, each in given):
         images = spread_images(loader).to(torch.device(device))
     costs = [_cost(each, images) for _, each in given]
     wanted = _budgets(budgets, whole, costs)
@@ -157,16 +157,23 @@ def compare(
         if (name, nearest) in built:
             raise DiffRateError(f"two of the name {name} meet the budget of {nearest:.4g} GMACs")
         built[name, nearest] = each
+    met = {budget for _, budget in built}
+    for budget in wanted:
+        if spends_all(budget, whole) and budget not in met:
+            raise asks_for_nothing(budget, whole)
+    if images is None and "ats" in methods:
+        images = spread_images(loader).to(torch.device(device))
     for budget in wanted:
         for name in methods:
             try:
+                if spends_all(budget, whole):
+                    raise asks_for_nothing(budget, whole)
                 built[name, budget] = build(name, model, budget, images, search_data, seed)
             except DiffRateError as error:
                 left_out.append(f"{name} at {budget:.4g} GMACs: {error}")
     if not built:
-        raise DiffRateError(
-            "there is nothing to compare: " + ("; ".join(left_out) or "give methods or schedules")
-        )
+        reasons = "; ".join(left_out)
+        raise DiffRateError(f"there is nothing to compare: {reasons or 'give methods or schedules'}")
     timed = batch_size if speed else None
     return _measured(model, loader, built, left_out, wanted, device, amp, amp_dtype, timed, mode, progress)
 

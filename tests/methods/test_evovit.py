@@ -86,23 +86,45 @@ def test_every_token_slow_is_the_model_itself() -> None:
         torch.testing.assert_close(EvoViT(model, 64)(images), model(images), rtol=1e-4, atol=1e-4)
 
 
-def test_in_training_the_mean_token_is_classified_too() -> None:
-    model = random_vit(depth=4)
+@pytest.mark.parametrize("prefix", [1, 3])
+@pytest.mark.parametrize("distillation", [0.0, 0.3])
+def test_in_training_the_mean_token_is_classified_too(prefix: int, distillation: float) -> None:
+    """By the labels alone: what a teacher says, if there is one, is of the class token."""
+    model, teacher = random_vit(depth=4, reg_tokens=prefix - 1), random_vit(depth=4, num_heads=4)
+    for parameter in teacher.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    model.head.weight.data *= 20  # so that tokens that differ a little have other answers
     fast = EvoViT(model, 20)
     images, labels = torch.randn(3, 3, 32, 32), torch.tensor([1, 4, 6])
-    objective = EvoViT.objective(fast, Recipe(mixup=0, cutmix=0, smoothing=0))
+    recipe = Recipe(mixup=0, cutmix=0, smoothing=0.1, distillation=distillation)
+    objective = EvoViT.objective(fast, recipe, teacher)
     with torch.no_grad():
         expected = torch.stack([slow_tokens(model, image, 20, 1)[0] for image in images])
         loss = objective(fast.train(), images, labels).item()
-        both = [model.head(expected[:, 0]), model.head(expected[:, 1:].mean(1))]
-    slow = [-logits.log_softmax(-1)[range(3), labels].mean().item() for logits in both]
-    assert loss == pytest.approx(sum(slow), rel=1e-3)
+        both = [expected[:, 0], sum(expected[:, j] for j in range(prefix, prefix + 64)) / 64]
+        own, mean = ((x @ model.head.weight.T + model.head.bias).log_softmax(-1) for x in both)
+        answers = teacher(images).softmax(-1)
+    # Smoothed labels: a tenth of their weight is spread over the seven classes.
+    first, assisted = (
+        -sum(0.9 * x[b, labels[b]].item() + 0.1 * x[b].sum().item() / 7 for b in range(3)) / 3
+        for x in (own, mean)
+    )
+    kl = (answers * (answers.log() - own)).sum().item() / 3
+    parts = [(1 - distillation) * first, distillation * kl, assisted]
+    assert abs(first - assisted) > 0.02 * sum(parts)
+    assert loss == pytest.approx(sum(parts), rel=1e-4)
+
+
+def test_a_head_that_pools_says_the_same_twice_and_every_weight_gets_a_gradient() -> None:
+    images = torch.randn(3, 3, 32, 32)
     pooled = EvoViT(random_vit(depth=4, global_pool="avg"), 20).train()
     with torch.no_grad():
         logits, assisted = pooled(images)
-    torch.testing.assert_close(assisted, logits)  # a head that pools says the same twice
-    objective(fast, images, labels).backward()
-    assert all(p.grad is not None for p in model.parameters())
+    torch.testing.assert_close(assisted, logits)
+    fast = EvoViT(random_vit(depth=4), 20).train()
+    objective = EvoViT.objective(fast, Recipe(mixup=0, cutmix=0))
+    objective(fast, images, torch.tensor([1, 4, 6])).backward()
+    assert all(p.grad is not None for p in fast.original.parameters())
 
 
 def test_gmacs_are_those_that_torch_counts_and_meet_budgets() -> None:

@@ -10,7 +10,8 @@ import torch
 import diffrate
 from conftest import random_vit
 from diffrate.backbones import backbone_of
-from diffrate.methods import METHODS, build, settings_of
+from diffrate.errors import DiffRateError
+from diffrate.methods import METHODS, build, settings_of, to_train
 from diffrate.methods.ats import AdaptiveSampling
 from diffrate.methods.dynamicvit import DynamicViT
 from diffrate.methods.evit import EViT
@@ -93,3 +94,17 @@ def test_lower_resolution_is_that() -> None:
     model = random_vit(depth=8)
     found = build("resolution", model, 0.6 * diffrate.gmacs(model))
     assert isinstance(found, LowerResolution)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not METHODS[name].trained])
+def test_a_budget_above_the_whole_model_asks_for_nothing(name: str) -> None:
+    model = random_vit(depth=8)
+    with pytest.raises(DiffRateError, match="asks for nothing"):
+        build(name, model, 1.001 * diffrate.gmacs(model), IMAGES)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].rebuild])
+def test_to_train_too_selectors_or_not(name: str) -> None:
+    model = random_vit(depth=8)
+    with pytest.raises(DiffRateError, match="asks for nothing"):
+        to_train(name, model, 1.001 * diffrate.gmacs(model), IMAGES)

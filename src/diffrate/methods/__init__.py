@@ -20,6 +20,7 @@ from diffrate.methods.ats import AdaptiveSampling
 from diffrate.methods.dynamicvit import DynamicViT
 from diffrate.methods.evit import EViT
 from diffrate.methods.evovit import EvoViT
+from diffrate.methods.fit import ROUNDING, asks_for_nothing
 from diffrate.methods.policy import MethodModel, Policy, PolicyModel
 from diffrate.methods.resolution import LowerResolution
 from diffrate.methods.schedules import constant_rate, published_schedule, random_schedule
@@ -55,6 +56,15 @@ class Method:
     departs: str = ""
 
 
+def named(name: str) -> Method:
+    """The method of that name."""
+    if name not in METHODS:
+        raise DiffRateError(
+            f"there is no method {shown(name)}: `diffrate methods` lists {', '.join(METHODS)}"
+        )
+    return METHODS[name]
+
+
 def build(
     name: str,
     model: nn.Module,
@@ -68,17 +78,15 @@ def build(
     images       a batch without labels, on which methods that decide image by image measure what they cost.
     search_data  the data of `diffrate.search`, for the method of that name.
     """
-    if name not in METHODS:
-        raise DiffRateError(
-            f"there is no method {shown(name)}: `diffrate methods` lists {', '.join(METHODS)}"
-        )
+    method = named(name)
     if isinstance(model, CompressedModel):
         model = model.original
-    if METHODS[name].trained:
+    if method.trained:
         raise DiffRateError(
             f"{name} must be trained: `diffrate finetune --method {name}`, and then give its folder as --trained"
         )
-    return METHODS[name].build(Request(model, budget, images, search_data, seed))
+    _check_not_above(budget, model)
+    return method.build(Request(model, budget, images, search_data, seed))
 
 
 def cost_of(model: nn.Module) -> float:
@@ -93,12 +101,19 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
 
 def to_train(name: str, model: nn.Module, budget: float, images: Tensor | None = None) -> MethodModel:
     """The model under a method, to be tuned by `diffrate.finetune`."""
-    known = METHODS.get(name)
-    if known is not None and known.rebuild is None:
+    method = named(name)
+    if method.rebuild is None:
         raise DiffRateError(f"{name} has nothing of its own to train: tune the model under a --schedule")
-    made = known.build(Request(model, budget, images)) if known else build(name, model, budget)
+    _check_not_above(budget, model)
+    made = method.build(Request(model, budget, images))
     assert isinstance(made, MethodModel)
     return made
+
+
+def _check_not_above(budget: float, model: nn.Module) -> None:
+    """A method's own reach is no help where the whole model costs less than the budget."""
+    if budget > (1 + ROUNDING) * (whole := gmacs(model)):
+        raise asks_for_nothing(budget, whole)
 
 
 def _searched(request: Request) -> nn.Module:

@@ -8,6 +8,9 @@ from diffrate.errors import DiffRateError
 
 HALVINGS = 60  # of the interval in which the parameter lies
 TOLERANCE = 0.01  # of the budget, within which MACs count as equal
+ROUNDING = (
+    1e-9  # of the whole model's cost, within which a budget is that cost: 100 % of it may be a bit less
+)
 
 
 def smallest_within(
@@ -30,6 +33,18 @@ def off_budget(gmacs: float, budget: float) -> str:
         ""
         if abs(gmacs - budget) <= TOLERANCE * budget
         else f"{100 * (gmacs / budget - 1):+.1f} % off the budget"
+    )
+
+
+def spends_all(budget: float, whole: float) -> bool:
+    """Whether a budget is what the whole model costs, or more."""
+    return budget >= (1 - ROUNDING) * whole
+
+
+def asks_for_nothing(budget: float, whole: float) -> DiffRateError:
+    """What `diffrate search` says too of a budget that the whole model meets."""
+    return DiffRateError(
+        f"a budget of {budget:.4g} GMACs asks for nothing: the whole model costs {whole:.4g} GMACs"
     )
 
 
