@@ -2,11 +2,12 @@
 
 The head of a class-token model reads the class token alone, so that the MLP of the last block need run for no other
 token. Searched and published schedules remove the others there. ToMe, EViT and the like carry them to the end, as in
-their papers, and Table 1 charges them for what they run: at 1.0 GMACs of ViT-Ti that is 3 to 4 %. Any of them could do
-without. So here they may spend that much before, and cost the budget without it. Rows are paired with the search of
-Table 1 at its budget; methods whose tokens differ from image to image are left out.
+their papers, and so do our own baselines: constant-rate, random and lower resolution. Table 1 charges them for what
+they run: at 1.0 GMACs of ViT-Ti that is 3 to 4 %. Any of them could do without. So here they may spend that much
+before, and cost the budget without it. Rows are paired with the search of Table 1 at its budget; ATS, whose tokens
+differ from image to image, is left out.
 
-Cost: a pass over the validation images for each of seven methods and the search at each budget; no search.
+Cost: a pass over the validation images for each of a dozen methods and the search at each budget; no search.
 
 Measured here: not run yet.
 
@@ -20,11 +21,12 @@ Measured here: not run yet.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import setting as shared
-import torch
-from off_the_shelf import to_search
+from off_the_shelf import is_schedule, to_search
 from setting import Setting, Table
 from torch import nn
 
@@ -32,12 +34,12 @@ import diffrate
 from diffrate.backbones import backbone_of
 from diffrate.costs.macs import MacCost
 from diffrate.errors import DiffRateError
-from diffrate.methods import build, cost_of
-from diffrate.methods.policy import PolicyModel
+from diffrate.methods import METHODS, build, cost_of
+from diffrate.methods.resolution import LowerResolution
 
 PAPER = "nothing of the kind"
 TITLE = "Table 1, no method charged for what leaves its last block in vain"
-RIVALS = ("evit", "tome", "tome-decreasing", "atm", "tofu", "constant-rate", "random")
+RIVALS = tuple(m.name for m in METHODS.values() if m.name not in ("search", "ats") and not m.trained)
 ROUNDS = 4  # of finding what a method spends in vain where it may spend as much more
 
 
@@ -46,12 +48,13 @@ def run(setting: Setting, searches: Path) -> None:
         raise DiffRateError("the head of this model reads every token")
     table = Table(setting, "last_block", TITLE, PAPER)
     for budget in setting.budgets:
-        searched = table.measure("search", searched_at(searches, setting, budget), budget=budget)
-        for name in RIVALS:
-            model, vain = at(name, setting.model, budget)
-            result = table.measure(name, model, cost_of(model) - vain, budget=budget, in_vain=vain)
-            table.rows[-1]["to_search"] = to_search(result, searched)
-            shared.save(setting)
+        schedule = searched_at(searches, setting, budget)
+        searched = table.measure("search", schedule, budget=budget)
+        for rival in RIVALS:
+            for name, model, vain in at(rival, setting.model, budget, schedule):
+                result = table.measure(name, model, cost_of(model) - vain, budget=budget, in_vain=vain)
+                table.rows[-1]["to_search"] = to_search(result, searched)
+                shared.save(setting)
 
 
 def searched_at(file: Path, setting: Setting, budget: float) -> diffrate.Schedule:
@@ -63,22 +66,33 @@ def searched_at(file: Path, setting: Setting, budget: float) -> diffrate.Schedul
     raise DiffRateError(f"{file} has no search at {budget:g} GMACs")
 
 
-def at(name: str, model: nn.Module, budget: float) -> tuple[nn.Module, float]:
-    """A method that costs the budget without what its last block spends in vain, and that in GMACs."""
+def at(
+    name: str, model: nn.Module, budget: float, searched: diffrate.Schedule
+) -> Iterator[tuple[str, nn.Module, float]]:
+    """A method that costs the budget without what its last block spends in vain, and that in GMACs.
+
+    Where it is a schedule, also its counts under the operator of the search.
+    """
     vain = 0.0
     for _ in range(ROUNDS):
-        made = build(name, model, budget + vain)
-        vain = in_vain(made)
-    return build(name, model, budget + vain), vain
+        vain = in_vain(build(name, model, budget + vain))
+    made = build(name, model, budget + vain)
+    yield name, made, vain
+    if is_schedule(made) and made.operator != searched.operator:
+        again = replace(made.schedule, operator=searched.operator)
+        yield f"{name}, the search's operator", diffrate.compress(model, again), vain
 
 
 def in_vain(model: nn.Module) -> float:
     """GMACs of the last block's MLP for all but the prefix."""
-    assert isinstance(model, diffrate.CompressedModel)
-    kept = list(model.kept if isinstance(model, PolicyModel) else model.schedule.effective.merge)
-    counts = torch.tensor([kept, [*kept[:-1], model.backbone.layout.prefix]], dtype=torch.float64)
-    carried, dropped = MacCost.of_backbone(model.backbone).gmacs(counts).tolist()
-    return carried - dropped
+    if isinstance(model, LowerResolution):
+        return model.share * in_vain(model.larger) + (1 - model.share) * in_vain(model.smaller)
+    compressed = isinstance(model, diffrate.CompressedModel)
+    backbone = model.backbone if compressed else backbone_of(model)
+    layout, cost = backbone.layout, MacCost.of_backbone(backbone)
+    kept = model.kept if compressed else (layout.tokens,) * layout.depth
+    attended = model.attended if compressed else None
+    return float(cost.gmacs(kept, attended) - cost.gmacs((*kept[:-1], layout.prefix), attended))
 
 
 def main() -> None:
