@@ -21,7 +21,7 @@ import markdown_table
 import paper_tables
 import what_was_run
 
-from diffrate.compare import operators
+from diffrate.comparison_table import operators
 from diffrate.methods.fit import off_budget
 from diffrate.operator import Operator
 from diffrate.plots import accuracy_plot

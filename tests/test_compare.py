@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import math
 from typing import Any
@@ -18,14 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import diffrate
 from conftest import random_vit
 from diffrate import kernels, speed
-from diffrate.compare import Compared, Row, as_csv, compare, markdown, operators, speed_line, table
+from diffrate.compare import compare
+from diffrate.comparison_table import speed_line, table
 from diffrate.errors import DiffRateError
-from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate
+from diffrate.evaluate import compare_evaluations, evaluate
 from diffrate.methods import METHODS, build, to_train
 from diffrate.methods.by_image import spread_images
 from diffrate.methods.policy import PolicyModel
 from diffrate.plots import accuracy_figure
-from diffrate.searching import fast
 from diffrate.speed import Entrant, Speed, time_rows
 from diffrate.speed import compared as speeds_of
 
@@ -244,68 +242,6 @@ def test_a_budget_of_the_whole_model_asks_for_nothing(model: nn.Module, loader, 
     else:
         with pytest.raises(DiffRateError, match="which is none of the budgets"):
             untimed(model, loader, ["tome"], f"50%,{budget}", schedules)
-
-
-def test_tables_hold_the_numbers(model: nn.Module, loader) -> None:
-    compared = compare(model, loader, ["evit", "tome"], "60%", batch_size=4)
-    columns, cells = table(compared)
-    assert {len(line) for line in [columns, *cells]} == {10}
-    assert [line[1].split()[0] for line in cells] == ["uncompressed", "evit", "tome"]
-    for row, line in zip(compared.rows, cells[1:], strict=True):  # 1.2 % below, for EViT's coarse steps
-        assert ("off the budget" in line[1]) == (abs(row.gmacs / row.budget - 1) > 0.01)
-    lines = markdown(compared).splitlines()
-    assert len(lines) == 5
-    assert {line.count("|") for line in lines} == {11}
-    rows = list(csv.DictReader(io.StringIO(as_csv(compared))))
-    tome = compared.rows[1]
-    assert float(rows[2]["gmacs"]) == tome.gmacs
-    assert float(rows[2]["to_uncompressed_loss_interval_high"]) == tome.to_whole.loss_interval[1]
-    assert tome.to_first is not None
-    assert float(rows[2]["to_first_mcnemar_p"]) == tome.to_first.mcnemar_p
-    assert rows[1]["to_first_mcnemar_p"] == ""
-    assert rows[0]["method"] == "uncompressed"
-    assert tome.speed is not None
-    assert cells[2][-2:] == [f"{tome.speed.images_per_second:.1f}", f"{tome.speed.of_uncompressed:.2f}"]
-    assert float(rows[2]["ms"]) == tome.speed.ms
-    assert operators(compared.to_dict()["rows"]) == []  # both have rules of their own
-    bare = untimed(model, loader, ["tome"], "60%")
-    assert {len(line) for line in [*table(bare)[1], table(bare)[0]]} == {8}
-    assert next(csv.DictReader(io.StringIO(as_csv(bare))))["ms"] == ""
-
-
-def test_cells_of_a_table_are_the_differences_and_intervals_of_their_columns() -> None:
-    """Numbers that no two columns share."""
-
-    def evaluation(top1: float) -> Evaluation:
-        nothing = torch.zeros(0)
-        return Evaluation(top1, 99.0, 0.7, 400, 50.0, nothing, nothing, nothing, nothing)
-
-    def comparison(points: float, loss: float, p: float) -> Comparison:
-        return Comparison(
-            points, 0.11, loss, 0.012, 5, 9, 30, 400, (points - 2, points + 3), (loss - 0.2, loss + 0.3), p
-        )
-
-    to_whole = comparison(-1.25, 0.456, 0.031), comparison(-4.5, 0.789, 0.0022)
-    first = Row("evit", 0.61, 0.6012, evaluation(81.5), to_whole[0], None, {})
-    other = Row(
-        "tome", 0.61, 0.5987, evaluation(78.25), to_whole[1], comparison(-3.25, 0.333, 0.47), {}, "a note"
-    )
-    columns, cells = table(Compared(evaluation(82.75), 1.2346, [first, other], []))
-    assert columns[2:] == ["GMACs", "top-1 %", "points to whole", "loss rise", "points to first", "p"]
-    assert cells[0] == ["", "uncompressed", "1.235", "82.75", "", "", "", ""]
-    points, loss = "-1.25 [-3.25, +1.75]", "+0.456 [+0.256, +0.756]"
-    assert cells[1] == ["0.61", "evit", "0.601", "81.50", points, loss, "", ""]
-    points, loss, to_first = "-4.50 [-6.50, -1.50]", "+0.789 [+0.589, +1.089]", "-3.25 [-5.25, -0.25]"
-    assert cells[2] == ["0.61", "tome (a note)", "0.599", "78.25", points, loss, to_first, "0.47"]
-
-
-def test_schedules_under_several_operators_are_said_to_be(model: nn.Module, loader) -> None:
-    compared = untimed(model, loader, ["random", "constant-rate", "tome"], "70%,50%")
-    words = fast.OPERATOR.in_words()
-    expected = ["operator of random: the paper's", f"operator of constant-rate: {words}"]
-    assert operators(compared.to_dict()["rows"]) == expected
-    assert markdown(compared).endswith(f"|\n\n{expected[0]}\n\n{expected[1]}\n")
-    assert operators(untimed(model, loader, ["random"], "50%").to_dict()["rows"]) == []
 
 
 def test_speeds_are_ratios_to_the_uncompressed_model_on_images_of_the_set(

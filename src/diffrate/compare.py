@@ -8,9 +8,6 @@ the set: what some methods keep depends on them.
 from __future__ import annotations
 
 import copy
-import csv
-import io
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -27,7 +24,6 @@ from diffrate.methods import build, cost_of, named, settings_of
 from diffrate.methods.by_image import ImageCosts, Spread, decides_by_image, spread_images
 from diffrate.methods.fit import TOLERANCE, asks_for_nothing, off_budget, spends_all
 from diffrate.methods.resolution import LowerResolution
-from diffrate.operator import Operator
 from diffrate.portions import largest_that_fits
 from diffrate.schedule import Schedule
 from diffrate.searching.budget import parse_gmacs
@@ -44,7 +40,6 @@ from diffrate.speed import (
 
 AT_ONCE = 64  # images, while costs are measured
 NUMBERS = ("top1", "top5", "loss", "images")
-SPEEDS = ("images_per_second", "of_uncompressed", "ms", "spread_ms")
 UNSTEADY = 0.1  # of the time: a wider spread is said
 
 
@@ -319,104 +314,3 @@ def _budgets(budgets: str | Sequence[float], whole: float, costs: Sequence[float
         if not found or found[-1] - cost > TOLERANCE * found[-1]:
             found.append(cost)
     return found
-
-
-COLUMNS = ("budget", "method", "GMACs", "top-1 %", "points to whole", "loss rise", "points to first", "p")
-
-
-def table(compared: Compared) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells for people: differences with their 95 % intervals, and McNemar's p against the first row."""
-    timed = compared.speed is not None
-    whole = compared.whole
-    cells = [["", UNCOMPRESSED, f"{compared.gmacs:.3f}", f"{whole.top1:.2f}", "", "", "", ""]]
-    cells[0] += _speed_cells(compared.speed)
-    for row in compared.rows:
-        first = row.to_first
-        cells.append(
-            [
-                f"{row.budget:.3g}",
-                row.method + (f" ({row.note})" if row.note else ""),
-                f"{row.gmacs:.3f}",
-                f"{row.evaluation.top1:.2f}",
-                _interval(row.to_whole.top1_difference, row.to_whole.top1_interval, 2),
-                _interval(row.to_whole.loss_difference, row.to_whole.loss_interval, 3),
-                "" if first is None else _interval(first.top1_difference, first.top1_interval, 2),
-                "" if first is None else f"{first.mcnemar_p:.2g}",
-                *_speed_cells(row.speed),
-            ]
-        )
-    return [*COLUMNS, *(("images/s", "x whole") if timed else ())], cells
-
-
-def _speed_cells(speed: Speed | None) -> list[str]:
-    return [] if speed is None else [f"{speed.images_per_second:.1f}", f"{speed.of_uncompressed:.2f}"]
-
-
-def speed_line(compared: Compared) -> str:
-    """How the speeds were measured, to stand behind what else is said of a comparison."""
-    speed, other = compared.speed, compared.by_product
-    if speed is None:
-        return ""
-    said = f"; speed: {speed.mode}, {speed.dtype}, {speed.batch_size} images a batch"
-    if other is not None:
-        said += f"; uncompressed{BY_PRODUCT}: {other.of_uncompressed:.2f} x whole"
-    return said
-
-
-def operators(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Under which operators the schedules ran, where that is more than one: their rows differ in more than counts.
-
-    rows  as `Compared.to_dict` has them.
-    """
-    under: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if "operator" in row["settings"]:
-            words = Operator.from_dict(row["settings"]["operator"]).in_words()
-            under.setdefault(words, {})[row["method"]] = None
-    return (
-        [f"operator of {', '.join(names)}: {words}" for words, names in under.items()]
-        if len(under) > 1
-        else []
-    )
-
-
-def markdown(compared: Compared) -> str:
-    columns, cells = table(compared)
-    lines = [columns, ["---"] * len(columns), *cells]
-    below = "".join(f"\n{line}\n" for line in operators(compared.to_dict()["rows"]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + below
-
-
-def as_csv(compared: Compared) -> str:
-    """One line a row with plain numbers, for spreadsheets."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    differences = ("top1_difference", "top1_interval", "loss_difference", "loss_interval", "mcnemar_p")
-    sides = ("to_uncompressed", "to_first")
-    names = [
-        f"{side}_{name}{end}"
-        for side, name in itertools.product(sides, differences)
-        for end in (("_low", "_high") if name.endswith("interval") else ("",))
-    ]
-    writer.writerow(["method", "budget", "gmacs", *NUMBERS, *SPEEDS, *names, "note"])
-    blank: list[Any] = [""] * len(names)
-    whole = compared.to_dict()[UNCOMPRESSED]
-    writer.writerow([UNCOMPRESSED, "", compared.gmacs, *_plain(whole), *blank, ""])
-    for row in compared.rows:
-        values = row.to_dict()
-        cells: list[Any] = []
-        for side, name in itertools.product(sides, differences):
-            value = "" if values[side] is None else values[side][name]
-            cells += (list(value) or ["", ""]) if name.endswith("interval") else [value]
-        writer.writerow([row.method, row.budget, row.gmacs, *_plain(values), *cells, row.note])
-    return text.getvalue()
-
-
-def _plain(values: Mapping[str, Any]) -> list[Any]:
-    """The numbers of a row, and of its speed where it was timed."""
-    speed = values["speed"] or dict.fromkeys(SPEEDS, "")
-    return [*(values[name] for name in NUMBERS), *(speed[name] for name in SPEEDS)]
-
-
-def _interval(value: float, ends: tuple[float, float], digits: int) -> str:
-    return f"{value:+.{digits}f} [{ends[0]:+.{digits}f}, {ends[1]:+.{digits}f}]"

@@ -9,8 +9,8 @@ import typer
 
 from diffrate.cli import options as o
 from diffrate.cli.output import note, save_json, show_table
-from diffrate.compare import as_csv, markdown, operators, speed_line, table
 from diffrate.compare import compare as run_compare
+from diffrate.comparison_table import as_csv, markdown, operators, speed_line, table
 from diffrate.compressed import CompressedModel
 from diffrate.data import build_loader, preprocessing, search_datasets
 from diffrate.devices import resolve_device
