@@ -86,16 +86,41 @@ def test_gradient_on_probabilities_is_equation_10():
     torch.testing.assert_close(got[0], torch.stack(by_hand))
 
 
-def test_masks_carry_gradients_for_dead_and_live_tokens():
+def gradients(prune_count: int, merge_count: int, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """dL/dkeep of 64 ranks in the block between, for both proxies; the other blocks keep all."""
     model = random_vit()
-    prune, merge = DiscreteProxy(3, 64, 1), DiscreteProxy(3, 64, 1)
-    operator = Operator(importance="class-attention")
+    prune, merge = (certain([64, count, 64], 64) for count in (prune_count, merge_count))
+    for kept in (prune, merge):
+        kept.keep.requires_grad_(True)
+    operator = Operator(importance="class-attention", operation=operation)
     images = torch.randn(2, 3, 32, 32)
-    logits = masked_logits(backbone_of(model), images, prune(), merge(), [1, 2, 3], operator)
-    logits.logsumexp(-1).sum().backward()
-    assert merge.logits.grad.abs().sum() > 0
-    # The paper's dead end: tokens under the prune boundary are merged in the same block (see the design notes).
-    assert prune.logits.grad.isfinite().all()
+    logits = masked_logits(backbone_of(model), images, prune, merge, [1, 2, 3], operator)
+    found = torch.autograd.grad(logits.logsumexp(-1).sum(), (prune.keep, merge.keep), allow_unused=True)
+    return tuple(torch.zeros(64) if each is None else each[1] for each in found)
+
+
+def test_masks_carry_gradients_for_dead_and_live_tokens():
+    by_prune, by_merge = gradients(40, 24, "prune-merge")
+    assert by_merge[:24].abs().min() > 0
+    assert by_merge[24:40].abs().min() > 0
+    assert not by_merge[40:].any()  # pruned already
+    assert by_prune[:24].abs().min() > 0
+    # The paper's dead end: a token under the prune boundary that came back would be merged in the same block.
+    assert not by_prune[24:].any()
+
+
+@pytest.mark.parametrize("merge_count", [40, 48])
+def test_a_merge_count_that_merges_nothing_has_no_gradient_and_the_prune_count_has_all(merge_count):
+    by_prune, by_merge = gradients(40, merge_count, "prune-merge")
+    assert not by_merge.any()
+    assert by_prune.abs().min() > 0
+
+
+@pytest.mark.parametrize("operation", ["prune", "merge"])
+def test_one_operation_alone_has_gradients_for_dead_and_live_tokens(operation):
+    by_prune, by_merge = gradients(64, 24, operation)
+    assert not by_prune.any()
+    assert by_merge.abs().min() > 0
 
 
 def test_proxy_expectation_and_certainty():

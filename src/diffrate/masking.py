@@ -225,13 +225,13 @@ def _masks(
     """(B, N) mask of the tokens that are left, with its gradient; who joins one of them, and who can be joined."""
     live, first = mask[:, prefix:], mask[:, :prefix]
     kept = hard_mask(merge_keep, merge_count, rank)
-    if operation == "merge":
-        stays = live
-    elif operation == "prune":
-        stays = live * kept
-    else:
+    if operation == "prune-merge":
         stays = live * hard_mask(prune_keep, prune_count, rank)
-    left = stays * kept
+        # What pruning leaves is merged only down to a smaller count; any other has no part here, and no gradient. With
+        # a part, two counts that begin as one would have one gradient, stay one for ever, and nothing would merge.
+        left = torch.where(merge_count.detach() < prune_count.detach(), stays * kept, stays)
+    else:
+        stays, left = live, live * kept
     joins, target = (stays > 0.5) & (left < 0.5), left > 0.5
     never = torch.zeros_like(first, dtype=torch.bool)
     return (

@@ -128,9 +128,12 @@ class PaperRecipe:
         return [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, found, strict=True)]
 
     def price(self, prune: Tensor, merge: Tensor) -> dict[str, Tensor]:
-        """Algorithm 2: the running minimum of the counts; straight through it, every block gets its own gradient."""
+        """Algorithm 2: the running minimum of the counts; through it every count gets the gradient of its block."""
         prefix, device = self.backbone.layout.prefix, prune.device
-        own = torch.minimum(prune, merge) if self.operator.operation == "prune-merge" else merge
+        own = merge
+        if self.operator.operation == "prune-merge":
+            both = prune + merge
+            own = torch.minimum(prune, merge).detach() + (both - both.detach())
         before = torch.full((1,), float(self.space.tokens - prefix), device=device)
         running = torch.cat([before, own]).cummin(dim=0).values[1:]
         effective = own + (running - own).detach()
