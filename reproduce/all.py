@@ -1,4 +1,4 @@
-"""Every table and figure that runs without training, one after the other, within a time that you give.
+"""Most of the tables and figures that need no training, one after the other, within a time that you give.
 
 In the order of their worth, the race, which takes longest, at the end. Rows are saved after each, so that a run that is
 cut off leaves what it measured, in one file an experiment, under the name that its own command has:

@@ -9,7 +9,9 @@ model gives its first class, and how often that class is right.
 
 Cost: one pass over the validation images; no search.
 
-Measured here: not run yet.
+Measured here: results/reproduce_vit_tiny_calibration_cpu.json, ViT-Ti expects a loss of 0.913 of itself and has 0.933
+± 0.032, the best temperature is 1.01. results/reproduce_embedded_calibration_cpu.json, the embedded model: 0.629, 0.314
+and 0.75: it was trained with smoothed labels, and is right more often than it is sure.
 
     python reproduce/calibration.py --json results/reproduce_embedded_calibration_cpu.json
     python reproduce/calibration.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\

@@ -16,7 +16,6 @@ Measured here: not run yet.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ TITLE = "The paper's schedules as fast as the searched ones"
 
 def run(setting: Setting, compared: Path) -> None:
     table = Table(setting, "equal_speed", TITLE, PAPER)
-    rows = json.loads(compared.read_text(encoding="utf-8"))["results"]["rows"]
+    rows = shared.rows_in(compared)
     known = [(1.0, diffrate.gmacs(setting.model)), *points(rows, "published")]
     for row in rows:
         if row["method"] != "searched":

@@ -20,22 +20,32 @@ CALIBRATION = "beyond-the-paper-how-right-the-whole-models-probabilities-are"  #
 Records = dict[Path, dict[str, Any]]
 Row = dict[str, Any]
 
-SHORT = """\
-## In short
-
-A schedule says how many tokens each block keeps, an operator how they are chosen and merged; a search learns the \
-former and brings its own operator. At equal MACs on the same images; "behind" and "ahead" in top-1 where McNemar's \
-exact test has p < 0.05, in loss where the 95 % interval of the paired difference has one sign:
-"""
 TABLE = """\
-All methods: points of top-1 and rise of the loss against the uncompressed model; * is behind the search in top-1, \
-° in loss alone. "The search's operator" is a method's counts under the operator of the search. Intervals, commands \
-and all other tables are [the evidence](evidence.md). \
+## Accuracy at equal MACs
+
+A schedule says how many tokens each block keeps, an operator how they are chosen and merged. A search learns the \
+former and brings its own operator; "the search's operator" is another method's counts under that one. Points of top-1 \
+and rise of the loss against the uncompressed model, on the same images. * is behind the search in top-1 (McNemar's \
+exact test, p < 0.05), ° in loss alone (the 95 % interval of the paired difference lies above zero). `embedded` is the \
+small Fashion-MNIST transformer that ships with the package. Intervals and commands: [the evidence](evidence.md).
+"""
+NAMES = "What the rows are:\n"
+SPEED = """\
+## Speed
+"""
+ELSEWHERE = """\
 How fast other models are: [speed.md](speed.md), and [training.md](training.md) for training; budgets in time and \
 power, Table 3 among them: [budgets.md](budgets.md); segmentation: [models.md](models.md).
 """
+RACES = """\
+## Among 10,000 random schedules
+
+The same MACs and operator; how many of the 10,000 have a lower mean than a search, one number for each of several \
+seeds. A hundred are 1 %. Most schedules leave a race early, where they are clearly worse; of those, 500 were looked \
+at again ([how, and what they showed](evidence.md#figure-10000-random-schedules)).
+"""
 IN_MIND = """\
-What to keep in mind:
+## What to keep in mind
 
 - One real model, ViT-Ti, with 2,000 ImageNet images to measure on, and one small model of our own; none of the \
 paper's models on its data ([what was run](#what-was-run-and-what-was-not)).
@@ -51,13 +61,14 @@ without is [measured too](evidence.md#beyond-the-paper-table-1-at-equal-terms-in
 - `random` is one schedule, drawn once; what thousands of them have is in the races.
 - Intervals are 95 % each, and there are many: some of those that just miss zero do so by chance.
 - Merging by cost takes time that pruning does not: at equal speed less of the lead over the paper's schedules is \
-left than at equal MACs, and on a CPU, without kernels for it, other methods are faster at the same MACs.
+left than at equal MACs, and on a CPU, without kernels for it, other methods are faster at the same MACs. The paper's \
+counts under the search's operator were not timed.
 - The times of lower resolution have the resizing of the images in them, two sizes a batch; those of ATS cannot be \
 recorded as a graph.
 - Tables of methods and speeds are of two runs, in batches of 250 and of 1,000 images in half precision, whose \
 rounding moves a row's top-1 by up to 0.2 points.
 - A search is that of the commit which its file names. Those of Table 2, of the softened answers, of beginnings on \
-a CPU and of `diffrate compare` there are of earlier ones.
+a CPU and of the comparison on a CPU are earlier than the others.
 """
 
 
@@ -68,27 +79,31 @@ def lines(records: Records, with_table: Callable[[Records, str], list[tuple[Path
         return
     compared = timed_on_gpu(records)
     yield headline(found[0][1]["results"], [record["results"] for record in compared.values()], records)
-    yield SHORT
-    yield "\n".join(line for _, record in found for line in against_the_search(record["results"])) + "\n"
+    yield TABLE
+    for _, record in found:
+        yield "\n".join(all_methods(record["results"])) + "\n"
+        yield "\n".join(against_the_search(record["results"])) + "\n"
+    yield NAMES
+    yield "\n".join(f"- `{m.name}`: {m.line}" for m in METHODS.values() if not m.trained) + "\n"
+    yield SPEED
     for path, record in compared.items():
         yield speeds(path, record["results"], record["device"], records) + "\n"
     for path, record in records.items():
         if path.name.startswith("compare_") and path not in compared:
             yield elsewhere(path, record)
+    yield ELSEWHERE
     raced = [(record["results"], table) for _, record in with_table(records, "schedule_comparison")
              if (table := record["results"]["tables"]["schedule_comparison"])]  # fmt: skip
     if raced:
+        yield RACES
         yield "\n".join(ranks(raced)) + "\n"
         right = [how_right(record["results"]) for _, record in with_table(records, "calibration")]
         if right:
             yield (
-                f"How right they are: {'; '.join(right)} ([calibration](evidence.md#{CALIBRATION})). Where they are "
-                "right both losses agree, and the best temperature is 1.\n"
+                f"How right the probabilities are: {'; '.join(right)} ([calibration](evidence.md#{CALIBRATION})). "
+                "Right ones have the loss that they expect, and 1 as their best temperature. Where they are not, the "
+                "divergence says how near answers are, and no more.\n"
             )
-    yield TABLE
-    for _, record in found:
-        yield "\n".join(all_methods(record["results"])) + "\n"
-    yield "\n".join(f"- `{m.name}`: {m.line}" for m in METHODS.values() if not m.trained) + "\n"
     yield IN_MIND
 
 
@@ -109,9 +124,9 @@ def headline(results: Row, compared: Sequence[Row], records: Records) -> str:
     """What the search loses at the tightest budget, how fast it is there, and what a few others lose."""
     rows = measured(results)
     tightest = min(row["budget"] for row in rows)
-    at = {row["name"]: row["points"] for row in rows if row["budget"] == tightest}
+    at = {row["name"]: row for row in rows if row["budget"] == tightest}
     others = ("published, the search's operator", "published", "tome", "evit", "resolution")
-    said = [f"{shown(name)} {at[name]:+.2f}" for name in others if name in at]
+    said = [f"{shown(name)} {at[name]['points']:+.2f}" for name in others if name in at]
     fast = [
         (row["speed"]["of_uncompressed"], with_patches_alike(each, records)) for each in compared
         if each["model"] == results["model"]
@@ -123,31 +138,36 @@ def headline(results: Row, compared: Sequence[Row], records: Records) -> str:
         speed = f", and it runs {times:.2f} times as fast"
         if about:
             speed += f", {about}{factor * times:.2f} where the whole model gets as fast a patch embedding"
-    own = f"{at['search']:+.2f}" if "search" in at else "not measured"
+    own = points(at["search"]) if "search" in at else "not measured"
     return (
         f"**{results['model']} at {100 * tightest / results['gmacs']:.0f} % of its MACs, its weights untouched: "
-        f"{own} points of top-1 by a search{speed}.** Others at the same MACs: {', '.join(said) or 'none'}.\n"
+        f"{own} points of top-1 by a search, on {results['uncompressed']['images']:,} images{speed}.** "
+        f"Others at the same MACs: {', '.join(said) or 'none'}.\n"
     )
 
 
+def points(row: Row) -> str:
+    low, high = row["points_interval"]
+    return f"{row['points']:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
 def against_the_search(results: Row) -> Iterator[str]:
-    """A line a budget: what the search loses, and who is behind it."""
+    """A line a budget: what the search loses, and who is not behind it."""
     rows = measured(results)
     for budget in dict.fromkeys(row["budget"] for row in rows):
         at = [row for row in rows if row["budget"] == budget]
         own = next((row for row in at if row["name"] == "search"), None)
         if own is None:
             continue
-        low, high = own["points_interval"]
         sides = {
             words: [shown(row["name"]) for row in at if "to_search" in row and side(row) == words]
             for words in SIDES
         }
-        said = "; ".join(f"{words}: {', '.join(names)}" for words, names in sides.items() if names)
-        yield (
-            f"- {results['model']} at {budget:.3g} GMACs, {100 * budget / results['gmacs']:.0f} % of them: the search "
-            f"changes top-1 by {own['points']:+.2f} points [{low:+.2f}, {high:+.2f}]. {said[:1].upper()}{said[1:]}."
-        )
+        said = [f"{words}: {', '.join(sides[words])}" for words in (AHEAD, ALIKE) if sides[words]]
+        if any(sides[words] for words in BEHIND):
+            said.append("all others are behind it")
+        loses = f"the search changes top-1 by {points(own)} points"
+        yield (f"- {budget:.3g} GMACs, {100 * budget / results['gmacs']:.0f} %: {'; '.join([loses, *said])}.")
 
 
 def shown(name: str) -> str:
@@ -156,7 +176,9 @@ def shown(name: str) -> str:
 
 
 SURE = 0.05
-SIDES = ("behind it in top-1", "behind it in loss alone", "ahead of it", "no clear difference")
+BEHIND = ("behind it in top-1", "behind it in loss alone")
+AHEAD, ALIKE = "ahead of it", "no clear difference to it"
+SIDES = (*BEHIND, AHEAD, ALIKE)
 
 
 def side(row: Row) -> str:
@@ -165,10 +187,10 @@ def side(row: Row) -> str:
     sure = to["mcnemar_p"] < SURE
     less, more = to["loss_interval"]
     if sure and to["points"] < 0:
-        return SIDES[0]
+        return BEHIND[0]
     if sure or more < 0:
-        return SIDES[2]
-    return SIDES[1] if less > 0 else SIDES[3]
+        return AHEAD
+    return BEHIND[1] if less > 0 else ALIKE
 
 
 FEATURES = {"vit_tiny_patch16_224": 192}
@@ -200,9 +222,10 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
     own = {row["method"]: row["speed"]["mode"] for row in rows if row.get("speed")}
     mode = whole["speed"]["mode"]
     said = {name: name if own[name] == mode else f"{name} ({own[name]})" for name in methods}
-    cells = (
+    cells = [
         [said[name], *(f"{of[name, b]:.2f}" if (name, b) in of else "" for b in budgets)] for name in methods
-    )
+    ]
+    cells += by_product(results, records, len(budgets))
     how = whole["speed"]
     return (
         f"Images per second, on an {device} ({how['mode']}, {how['dtype']}, {how['batch_size']} images a batch), as "
@@ -215,6 +238,15 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
         f"{patches(results, records)}\n\n{at_equal_speed(records)}"
         f"![Accuracy against MACs, and against images per second](../results/{path.with_suffix('.png').name})"
     )
+
+
+def by_product(results: Row, records: Records, columns: int) -> Iterator[list[str]]:
+    """A row of the whole model with its patches cut as compressed models cut theirs."""
+    factor, about = with_patches_alike(results, records)
+    if about:
+        yield [f"uncompressed, its patches cut by a product{', about' * ('about' in about)}"] + [
+            f"{1 / factor:.2f}"
+        ] * columns
 
 
 def at_equal_speed(records: Records) -> str:
@@ -298,7 +330,6 @@ def front(rows: Sequence[Row]) -> str:
 
 def ranks(raced: Sequence[tuple[Row, Row]]) -> Iterator[str]:
     """How many of the random schedules are better than each search, a line for each race that was run to its end."""
-    yield "Of 10,000 random schedules of the same MACs and operator, so many beat the searches of several seeds:\n"
     rows: list[list[str]] = []
     outside: dict[str, list[str]] = {"loss": [], "divergence": []}
     for results, table in raced:
@@ -307,7 +338,7 @@ def ranks(raced: Sequence[tuple[Row, Row]]) -> Iterator[str]:
             if "better" in row and row["complete"] and row["schedules"] == RANDOM and row["search"].startswith("search")
         ]  # fmt: skip
         words = {row["budget"]: row["operator"] for row in table["rows"] if "operator" in row}
-        for budget in dict.fromkeys(row["budget"] for row in races):
+        for budget in sorted({row["budget"] for row in races}, reverse=True):
             at = [row for row in races if row["budget"] == budget]
             pruned = ", pruning alone" if words.get(budget) == "operation prune" else ""
             ranked = {by: [row["better"] for row in at if row["name"].endswith(by)] for by in outside}
@@ -324,7 +355,7 @@ def ranks(raced: Sequence[tuple[Row, Row]]) -> Iterator[str]:
     header = ("", "GMACs", "images", "by loss", "by divergence from the whole model")
     yield from markdown_table.lines(header, rows)
     yield (
-        "\nA hundred are 1 %. The divergence is the rise of the loss that is to be expected where the whole model's "
+        "\nThe divergence is the rise of the loss that is to be expected where the whole model's "
         "probabilities are right: the same ranking without the chance of which labels these images have, though it is "
         "also what a search makes small, on images of its own. Where budgets are loose, few labels rank by chance: see "
         "the same searches on more images."
@@ -343,7 +374,7 @@ def how_right(results: Row) -> str:
     )
 
 
-MARKS = {SIDES[0]: "*", SIDES[1]: "°"}
+MARKS = dict(zip(BEHIND, "*°", strict=True))
 
 
 def all_methods(results: Row) -> Iterator[str]:
@@ -359,6 +390,14 @@ def all_methods(results: Row) -> Iterator[str]:
         f"{results['model']}, top-1 {whole['top1']:.2f}",
         *(f"{budget:.3g} GMACs" for budget in budgets),
     )
+    padded = {name: [row["padded_gmacs"] for row in rows if row["name"] == name and "padded_gmacs" in row]
+              for name in names}  # fmt: skip
     yield from markdown_table.lines(
-        header, ([name, *(at.get((name, b), "") for b in budgets)] for name in names)
+        header,
+        ([in_batches(name, padded[name]), *(at.get((name, b), "") for b in budgets)] for name in names),
     )
+
+
+def in_batches(name: str, padded: Sequence[float]) -> str:
+    """A method's name, with what its images cost where they are padded to the longest of their batch."""
+    return f"{name} (in batches {', '.join(f'{gmacs:.3f}' for gmacs in padded)})" if padded else name

@@ -20,7 +20,6 @@ Measured here: not run yet.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +58,7 @@ def run(setting: Setting, searches: Path) -> None:
 
 def searched_at(file: Path, setting: Setting, budget: float) -> diffrate.Schedule:
     """What the search of an earlier table found at a budget."""
-    rows = json.loads(file.read_text(encoding="utf-8"))["results"]["tables"]["off_the_shelf"]["rows"]
-    for row in rows:
+    for row in shared.rows_in(file, "tables", "off_the_shelf"):
         if row["name"] == "search" and abs(row["budget"] - budget) < 1e-6:
             return diffrate.Schedule.from_dict(row["settings"]["schedule"])
     raise DiffRateError(f"{file} has no search at {budget:g} GMACs")

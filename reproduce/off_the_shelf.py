@@ -9,7 +9,8 @@ Cost: a search (about a minute for ViT-Ti on an H200, minutes on a CPU) and a pa
 validation images for each method and budget; ATS takes a dozen more over 256 to 511 of them, to find its setting. The
 paper's models: `--model deit_small_patch16_224 --pretrained --data-dir imagenet --search-split train
 --budgets 2.3G,2.9G`, which needs ImageNet and a download; `--model caformer_s36 --budgets 5.2G,5.6G,6.0G` is its table
-of CAFormer. Methods that are trained first are left out: with_training.py has them.
+of CAFormer. Methods that are trained first are left out: with_training.py has them. `--again ats` measures methods
+anew at `--budgets`, beside the searches that the file of `--json` has there.
 
 Measured here: results/reproduce_vit_tiny_off_the_shelf_h200.json: ViT-Ti at 0.655 GMACs on 2,000 images has top-1 74.35
 searched, 72.60 with the paper's counts and operator, 71.25 by ToMe; the loss rises by 0.039, 0.110 and 0.196. The
@@ -23,21 +24,31 @@ embedded model: results/reproduce_embedded_off_the_shelf_h200.json.
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeGuard
 
+import setting as shared
 import torch
-from setting import Setting, Table, main, save
+from setting import Setting, Table, save
 from torch import nn
 
 import diffrate
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Evaluation, compare_evaluations
-from diffrate.methods import METHODS, build, cost_of
+from diffrate.methods import METHODS, build, cost_of, named
 from diffrate.methods.by_image import ImageCosts, decides_by_image, spread_images
 from diffrate.methods.fit import off_budget
 from diffrate.methods.policy import MethodModel
+from diffrate.results import origin
+from diffrate.schedule import write_text
 
+KEY, TITLE = "off_the_shelf", "Table 1, off the shelf"
 # GMACs and top-1 on ImageNet-1k, as the paper has them
 PAPER = {
     "deit_small_patch16_224": {
@@ -66,24 +77,64 @@ PAPER = {
 
 
 def run(setting: Setting) -> None:
-    table = Table(setting, "off_the_shelf", "Table 1, off the shelf", PAPER)
+    table = Table(setting, KEY, TITLE, PAPER)
     images = spread_images(setting.val)
     for budget in setting.budgets:
         schedule, seconds = setting.search(budget)
         ours = diffrate.compress(setting.model, schedule)
         searched = measure(table, "search", ours, budget, None, search_seconds=seconds)
         for name in METHODS:
-            if name == "search":
-                continue
-            try:
-                model = build(name, setting.model, budget, images)
-            except DiffRateError as error:
-                table.add(name, budget=budget, left_out=str(error))
-                continue
-            measure(table, name, model, budget, searched)
-            if is_schedule(model) and model.operator != ours.operator:
-                again = diffrate.compress(setting.model, replace(model.schedule, operator=schedule.operator))
-                measure(table, f"{name}, the search's operator", again, budget, searched)
+            if name != "search":
+                beside(table, name, budget, schedule, searched, images)
+
+
+def beside(
+    table: Table,
+    name: str,
+    budget: float,
+    schedule: diffrate.Schedule,
+    searched: Evaluation,
+    images: torch.Tensor,
+) -> None:
+    """Add a method's row beside a search; where it is a schedule, also one under the operator of the search."""
+    whole = table.setting.model
+    try:
+        model = build(name, whole, budget, images)
+    except DiffRateError as error:
+        table.add(name, budget=budget, left_out=str(error))
+        return
+    measure(table, name, model, budget, searched)
+    if is_schedule(model) and model.operator != schedule.operator:
+        under = diffrate.compress(whole, replace(model.schedule, operator=schedule.operator))
+        measure(table, f"{name}, the search's operator", under, budget, searched)
+
+
+def again(setting: Setting, names: Sequence[str], file: Path) -> None:
+    """Put new rows of some methods in the place of those that a file has; they say where they are from."""
+    rows = shared.rows_in(file, "tables", KEY)
+    asked = [
+        row for row in rows if any(math.isclose(row["budget"], b, rel_tol=1e-6) for b in setting.budgets)
+    ]
+    searches = {row["budget"]: row["settings"]["schedule"] for row in asked if row["name"] == "search"}
+    if not searches:
+        raise DiffRateError(f"{file} has no search at these budgets")
+    setting.json = None  # the rest of the file stays what it is
+    table = Table(setting, KEY, TITLE, PAPER)
+    images = spread_images(setting.val)
+    for budget, known in searches.items():
+        schedule = diffrate.Schedule.from_dict(known)
+        searched = setting.evaluated(diffrate.compress(setting.model, schedule))
+        for name in names:
+            beside(table, named(name).name, budget, schedule, searched, images)
+    made = origin(shlex.join(["python", *sys.argv]), setting.device)
+    measured = f"{made['device']}, commit {str(made['commit'])[:10]}, {made['date'][:10]}"
+    for row in table.rows:
+        row["measured"] = measured
+    new = {(row["name"], row["budget"]): row for row in table.rows}
+    rows = [new.pop((old["name"], old["budget"]), old) for old in rows] + list(new.values())
+    record = json.loads(file.read_text(encoding="utf-8"))
+    record["results"]["tables"][KEY]["rows"] = rows
+    write_text(file, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def measure(
@@ -129,5 +180,19 @@ def costs(model: nn.Module, setting: Setting) -> tuple[float, float]:
     return meter.mean(), meter.padded()
 
 
+def main() -> None:
+    flags = shared.parser(__doc__)
+    flags.add_argument("--again", help="methods, with commas, of which the file of --json gets new rows")
+    arguments = flags.parse_args()
+    with shared.ended_in_a_sentence():
+        if arguments.again and arguments.json is None:
+            raise DiffRateError("--again needs --json, a file with the searches of an earlier run")
+        setting = shared.setting(arguments)
+        if arguments.again:
+            again(setting, arguments.again.split(","), arguments.json)
+        else:
+            run(setting)
+
+
 if __name__ == "__main__":
-    main(__doc__, run)
+    main()

@@ -34,7 +34,8 @@ INTRODUCTION = """\
 Written by `python reproduce/page.py` from the files in [results/](../results/); do not edit it by hand. \
 Every table and figure of the paper, with intervals and commands: [the evidence](evidence.md). \
 Methods run with untouched weights, but where training is said, at equal MACs on the same images \
-(`diffrate compare`, `diffrate methods`); a row that is more than 1 % off its budget says so. \
+(`diffrate compare`, `diffrate methods`); a row that is more than 1 % off its budget says so, and ATS, which keeps \
+another number of tokens of each image, what it costs in batches. \
 Differences are in points of top-1 and in mean negative log-likelihood, paired, with 95 % intervals from drawing \
 images anew; p is McNemar's. A search is that of the commit which its file names; how searches work, what was tried \
 and what has changed since: [search.md](search.md).
@@ -49,8 +50,7 @@ not run: [how good is it?](how_good.md)
 NOT_HERE = """\
 "In part" is said of a file without all rows that the experiment has today, at three budgets where it takes several. \
 The paper's own models (DeiT, MAE, LV-ViT, CAFormer) on the whole of ImageNet were not run here, nor any training on \
-it: the images and checkpoints are not here. The commands for them are in [reproduce/](../reproduce/README.md). \
-The rest of what says "not run" is ready to run, and was not yet.
+it: the images and checkpoints are not here. The commands for them are in [reproduce/](../reproduce/README.md).
 """
 
 
@@ -244,6 +244,8 @@ def cost_note(row: dict[str, Any]) -> str:
     said = [off_budget(row["gmacs"], row["budget"])]
     if "padded_gmacs" in row:
         said.append(f"padded to {row['padded_gmacs']:.3f} GMACs in these batches")
+    if "measured" in row:
+        said.append(f"measured later: {row['measured']}")
     return "; ".join(filter(None, said))
 
 

@@ -8,6 +8,7 @@ Fashion-MNIST (Debian's `dataset-fashion-mnist`), it is measured on all 10,000 t
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
@@ -161,6 +162,18 @@ def save(setting: Setting) -> None:
         "tables": setting.tables,
     }
     write_results(setting.json, shlex.join(["python", *sys.argv]), results, setting.device)
+
+
+def rows_in(file: Path, *keys: str) -> list[dict[str, Any]]:
+    """The rows of a table in a file of results: under `keys`, each within the one before."""
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8"))["results"]
+        for key in (*keys, "rows"):
+            found = found[key]
+        return list(found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        table = keys[-1] if keys else "results"
+        raise DiffRateError(f"cannot read the rows of {table} in {file}: {error}") from error
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
 """How fast the published schedules are on a GPU, against the uncompressed model and the oracle slice of the same run.
 
-Paper: its published code is slower on an H200 than the uncompressed model under SDPA. First every kernel is checked
+The paper has no such table. First every kernel is checked
 against its plain twin in fp64, then attention is timed by itself, then whole models. Random weights: speed does not
 depend on them. Rows are written as they come; a run that ends early keeps its rows, and `--resume` skips those.
 

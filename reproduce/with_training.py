@@ -6,7 +6,7 @@ as controls. Accuracies are those of the last epoch's weights (their moving aver
 epoch on 3,000 training images that are kept apart is named beside it; so few images choose by luck.
 
 Beside it other methods at the same MACs, tuned by the same recipe and their own losses, one seed each: DynamicViT and
-SPViT with their trained selectors, Evo-ViT, EViT and ToMe (`--methods`).
+SPViT with their trained selectors, Evo-ViT, EViT, ToMe and ATS (`--methods`).
 
 The data lie on the device whole, and `--workers` runs share one GPU, best under CUDA's multi-process service. Each has
 its cosine over all of its epochs. Rows are saved as runs end; `--resume` keeps the schedules, and all rows but those
@@ -15,7 +15,7 @@ that are asked for and had fewer epochs or ended early, which run again. On one 
     python reproduce/with_training.py --data-dir /usr/share/datasets/fashion-mnist --workers 14 --compile \\
         --minutes 10 --json results/with_training_fashion_h200.json
 
-Cost: two searches and 24 trainings of 57,000 small images an epoch: 7 tuned, 7 from scratch, 10 of other methods. On a
+Cost: two searches and 26 trainings of 57,000 small images an epoch: 7 tuned, 7 from scratch, 12 of other methods. On a
 shared H200, ten epochs of tuning took 158 to 168 s with 7 side by side, thirty from scratch 442 to 478 s and ten of
 DynamicViT and SPViT, which do not compile, 304 to 352 s with 11 side by side.
 
@@ -56,6 +56,8 @@ from diffrate.embedded import ImageDataset
 from diffrate.embedded.build import training_sets
 from diffrate.errors import DiffRateError
 from diffrate.methods import to_train
+from diffrate.methods.by_image import MEASURED_ON
+from diffrate.methods.policy import MethodModel
 from diffrate.results import check_target, write_results
 from diffrate.training import EMBEDDED, Recipe, accuracy, finetune, train
 from diffrate.training.loop import LAST
@@ -85,7 +87,7 @@ PAPER = {
 }  # fmt: skip
 TUNED, SCRATCH = "fine-tuned", "from scratch"
 WHOLE = "uncompressed, "  # before either: the control
-RIVALS = ("dynamicvit", "spvit", "evo-vit", "evit", "tome")
+RIVALS = ("dynamicvit", "spvit", "evo-vit", "evit", "tome", "ats")
 EPOCHS = 30  # from scratch
 DROP_PATH = 0.05
 # From scratch as the embedded model itself was trained; tuned by the same recipe, from a learning rate at which it
@@ -118,6 +120,12 @@ def sets(data_dir: str, images: int | None, test_images: int | None) -> tuple[Im
     return tuple(ImageDataset(s.images[:n], s.labels[:n]) for s, n in zip(found, limits, strict=True))
 
 
+def under(method: str, model: torch.nn.Module, gmacs: float) -> MethodModel:
+    """The model under a method at this cost, which ATS finds on images of its own."""
+    images = embedded.normalise(embedded.images("search")[0][:MEASURED_ON, None]) if method == "ats" else None
+    return to_train(method, model, gmacs, images)
+
+
 def run_job(job: Job) -> dict[str, Any]:
     """One training and its accuracy on the test images."""
     torch.set_num_threads(1)
@@ -134,7 +142,7 @@ def run_job(job: Job) -> dict[str, Any]:
     }
     tested = diffrate.compress(model, schedule)  # without a schedule, nothing is removed
     if job.method is not None:
-        tested = to_train(job.method, model, job.gmacs)
+        tested = under(job.method, model, job.gmacs)
         if tested.objective.needs_teacher:
             recipe = replace(recipe, distillation=0.0)  # it distils by its own weights
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +298,7 @@ def _reaches(
 ) -> bool:
     """Whether a method can be had at a schedule's cost; if not, the results say why."""
     try:
-        to_train(method, model, diffrate.gmacs(model, schedule))
+        under(method, model, diffrate.gmacs(model, schedule))
     except DiffRateError as error:
         results.setdefault("left_out", []).append(str(error))
         return False

@@ -35,7 +35,11 @@ def test_command(
     assert [row["method"] for row in saved["rows"]] == ["mine", "tome", "random"]
     assert saved["rows"][0]["settings"]["schedule"]["merge"] == [17, 12, 8, 5]
     assert saved == json.loads((tmp_path / "again.json").read_text())["results"]
-    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 6
+    title, rows, origin = (tmp_path / "out" / "table.md").read_text().removesuffix("\n").split("\n\n")
+    assert title == "# vit_tiny_patch16_224, 12 images; speed: eager, float32, 5 images a batch"
+    assert rows.count("\n") == 5
+    assert origin.startswith("`diffrate compare ")
+    assert ran.out.splitlines()[0].split("  ")[-4].strip() == "points to mine"
     assert (tmp_path / "out" / "table.csv").read_text().count("\n") == 5
     with Image.open(tmp_path / "out" / "plot.png") as picture:
         assert picture.width > 1000

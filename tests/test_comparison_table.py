@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import diffrate
 from conftest import random_vit
 from diffrate.compare import Compared, Row, compare
-from diffrate.comparison_table import as_csv, markdown, operators, table
+from diffrate.comparison_table import as_csv, markdown, operators, remarks, table
 from diffrate.evaluate import Comparison, Evaluation
+from diffrate.methods.schedules import random_schedule
 from diffrate.searching import fast
 
 
@@ -34,6 +37,7 @@ def test_tables_hold_the_numbers(model: nn.Module, batches) -> None:
     assert [line[1].split()[0] for line in cells] == ["uncompressed", "evit", "tome"]
     for row, line in zip(compared.rows, cells[1:], strict=True):  # 1.2 % below, for EViT's coarse steps
         assert ("off the budget" in line[1]) == (abs(row.gmacs / row.budget - 1) > 0.01)
+    assert columns[6] == "points to evit"
     lines = markdown(compared).splitlines()
     assert len(lines) == 5
     assert {line.count("|") for line in lines} == {11}
@@ -72,7 +76,7 @@ def test_cells_of_a_table_are_the_differences_and_intervals_of_their_columns() -
         "tome", 0.61, 0.5987, evaluation(78.25), to_whole[1], comparison(-3.25, 0.333, 0.47), {}, "a note"
     )
     columns, cells = table(Compared(evaluation(82.75), 1.2346, [first, other], []))
-    assert columns[2:] == ["GMACs", "top-1 %", "points to whole", "loss rise", "points to first", "p"]
+    assert columns[2:] == ["GMACs", "top-1 %", "points to whole", "loss rise", "points to evit", "p"]
     assert cells[0] == ["", "uncompressed", "1.235", "82.75", "", "", "", ""]
     points, loss = "-1.25 [-3.25, +1.75]", "+0.456 [+0.256, +0.756]"
     assert cells[1] == ["0.61", "evit", "0.601", "81.50", points, loss, "", ""]
@@ -87,3 +91,26 @@ def test_schedules_under_several_operators_are_said_to_be(model: nn.Module, batc
     assert operators(compared.to_dict()["rows"]) == expected
     assert markdown(compared).endswith(f"|\n\n{expected[0]}\n\n{expected[1]}\n")
     assert operators(compare(model, batches, ["random"], "50%", speed=False).to_dict()["rows"]) == []
+
+
+def test_what_stands_below_a_table_says_who_was_compared_with_whom_and_what_is_missing(
+    model: nn.Module, batches
+) -> None:
+    schedules = {"mine": random_schedule(model, 0.6 * diffrate.gmacs(model))}
+    compared = compare(model, batches, ["tome", "published"], "60%,50%", schedules, speed=False)
+    assert len(compared.left_out) == 2
+    high, low = (f"{row.budget:.3g}" for row in compared.rows if row.to_first is None)
+    assert table(compared)[0][6] == "points to first"
+    said = f"compared with the first row of each budget: mine at {high} GMACs; tome at {low} GMACs"
+    assert remarks(compared) == [said]
+    text = markdown(compared, "a title", "`diffrate compare`, a machine")
+    title, _, *missing, firsts, origin = text.removesuffix("\n").split("\n\n")
+    assert (title, firsts, origin) == ("# a title", said, "`diffrate compare`, a machine")
+    assert missing == [f"left out: {each}" for each in compared.left_out]
+
+
+def test_names_do_not_break_a_markdown_table(model: nn.Module, batches) -> None:
+    schedules = {"a|b": random_schedule(model, 0.5 * diffrate.gmacs(model))}
+    lines = markdown(compare(model, batches, schedules=schedules, speed=False)).splitlines()
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines] == [9] * 4
+    assert lines[-1].split(" | ")[1] == r"a\|b"

@@ -31,17 +31,25 @@ def rows() -> list[dict[str, Any]]:
 def test_who_is_behind_the_search_and_who_cannot_be_told_from_it(load, tmp_path: Path) -> None:
     written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": rows()}})
     text = load("page").page(tmp_path)
+    assert "- 0.9 GMACs, 90 %: the search changes top-1 by +0.10 [-2.00, -1.00] points.\n" in text
     assert (
-        "- embedded at 0.5 GMACs, 50 % of them: the search changes top-1 by -0.85 points [-1.70, +0.05]. Behind it in "
-        "top-1: tome; behind it in loss alone: evit; ahead of it: published, resolution; no clear difference: random "
-        "under the search's operator.\n"
+        "- 0.5 GMACs, 50 %: the search changes top-1 by -0.85 [-1.70, +0.05] points; ahead of it: published, "
+        "resolution; no clear difference to it: random under the search's operator; all others are behind it.\n"
     ) in text
     assert (
-        "**embedded at 50 % of its MACs, its weights untouched: -0.85 points of top-1 by a search.**" in text
-    )
+        "**embedded at 50 % of its MACs, its weights untouched: -0.85 [-1.70, +0.05] points of top-1 by a search, on "
+        "10 images.**"
+    ) in text
     assert "Others at the same MACs: published +0.50, tome -3.95, evit -1.50, resolution -1.50.\n" in text
     assert "| tome |  | -3.95, +0.100* |\n| evit |  | -1.50, +0.100° |\n" in text
     assert "- `tofu`: ToMe with ToFu's norm-preserving merging" in text
+
+
+def test_what_batches_of_unequal_images_cost_stands_at_the_methods_name(load, tmp_path: Path) -> None:
+    ats = [measured("ats", budget, padded_gmacs=1.04 * budget) for budget in (0.9, 0.5)]
+    written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": [*rows(), *ats]}})
+    text = load("page").page(tmp_path)
+    assert "| ats (in batches 0.936, 0.520) | -1.50, +0.100 | -1.50, +0.100 |\n" in text
 
 
 def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path) -> None:
@@ -67,7 +75,7 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
     (tmp_path / "compare_x_h200.json").write_text(json.dumps(record))
     page = load("page")
     text = page.page(tmp_path)
-    assert "-0.85 points of top-1 by a search, and it runs 1.80 times as fast.**" in text
+    assert "points of top-1 by a search, on 10 images, and it runs 1.80 times as fast.**" in text
     assert (
         "Images per second, on an NVIDIA X (eager, float16, 100 images a batch), as multiples of the uncompressed "
         "small's 12,345 ([file](../results/compare_x_h200.json)):\n\n"
@@ -83,7 +91,7 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
     assert (tmp_path / "compare_x_h200.png").stat().st_size > 1000
     other = {**record, "results": {**results, "model": "another", "rows": compared[2:]}}
     (tmp_path / "compare_a_h200.json").write_text(json.dumps(other))  # read first
-    assert "by a search, and it runs 1.80 times as fast.**" in page.page(tmp_path)
+    assert "on 10 images, and it runs 1.80 times as fast.**" in page.page(tmp_path)
     (tmp_path / "compare_a_h200.json").unlink()
     untimed = {**results, "uncompressed": {**whole, "speed": None}}
     (tmp_path / "compare_x_h200.json").write_text(json.dumps({**record, "results": untimed}))
@@ -106,6 +114,9 @@ def test_what_the_patch_embedding_gives_is_said_apart(load, tmp_path: Path) -> N
     assert alike(results, records) == (pytest.approx(0.8), "or about ")  # 4 of 20 ms
     results["uncompressed"]["speed_by_product"] = {"of_uncompressed": 1.25}
     assert alike(results, records) == (pytest.approx(0.8), "or ")
+    (beside,) = load("in_short").by_product(results, records, 2)
+    assert beside == ["uncompressed, its patches cut by a product", "1.25", "1.25"]
+    assert not list(load("in_short").by_product({**results, "uncompressed": {"speed": speed}}, {}, 2))
     rows = [{"method": "searched", "speed": {"of_uncompressed": 2.0}}]
     said = load("in_short").patches({**results, "rows": rows}, records)
     assert "searched schedules are 1.60 times as fast (by the same run; " in said
@@ -204,7 +215,7 @@ def test_how_right_the_probabilities_are_stands_below_the_ranks(load, tmp_path: 
     }
     tables = {"off_the_shelf": {"rows": rows()}, "schedule_comparison": {"rows": races}}
     written(tmp_path, "reproduce_a.json", tables)
-    text, said = load("page").page(tmp_path), "How right they are: "
+    text, said = load("page").page(tmp_path), "How right the probabilities are: "
     assert said not in text
     calibration = {
         "rows": [own, {**own, "temperature": 1.02, "loss": 0.9331}, {"name": "tenth 1", "right": 0.5}]

@@ -185,7 +185,10 @@ def test_trainings_have_their_note_the_papers_numbers_and_what_was_left_out(load
     (line,) = [line for line in run_lines(page.page(tmp_path)) if "with_training_small.json" in line]
     assert "| small | 50% | [with_training_small.json]" in line
     assert "(in part: without uncompressed, fine-tuned; fine-tuned; uncompressed, from scratch; " in line
-    assert "; evit, fine-tuned; tome, fine-tuned; ended before the last epoch: spvit, fine-tuned) |" in line
+    assert (
+        "; evit, fine-tuned; tome, fine-tuned; ats, fine-tuned; ended before the last epoch: spvit, fine-tuned) |"
+        in line
+    )
 
 
 def test_what_was_run_on_which_model_and_at_which_budgets(load, tmp_path: Path) -> None:

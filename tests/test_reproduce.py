@@ -145,6 +145,41 @@ def test_rows_off_the_shelf_are_held_against_the_search(
     assert rows["ats"]["padded_gmacs"] > rows["ats"]["gmacs"]
 
 
+def test_a_method_that_is_measured_again_leaves_the_other_rows_as_they_are(
+    load, small, tmp_path: Path
+) -> None:
+    module, (budget,) = load("off_the_shelf"), small.budgets
+    schedule = diffrate.methods.schedules.random_schedule(small.model, budget)
+    search = {"name": "search", "budget": budget, "settings": {"schedule": schedule.to_dict()}}
+    others = [{"name": "evit", "budget": budget}, {"name": "ats", "budget": 2 * budget}]
+    record = {"commit": "abc", "results": {"tables": {"off_the_shelf": {"rows": [search, *others]}}}}
+    file = tmp_path / "earlier.json"
+    file.write_text(json.dumps(record))
+    module.again(small, ["evit", "ats"], file)
+    after = json.loads(file.read_text())
+    first, evit, far, ats = after["results"]["tables"]["off_the_shelf"]["rows"]
+    assert (after["commit"], first, far) == ("abc", search, others[1])
+    assert (evit["name"], ats["name"], ats["budget"]) == ("evit", "ats", budget)
+    assert "points" in evit["to_search"]
+    assert ats["gmacs"] == pytest.approx(budget, rel=0.02)
+    assert evit["measured"].split(", ")[-1].startswith("20")
+    assert not (tmp_path / "rows.json").exists()
+    small.budgets = [3 * budget]
+    with pytest.raises(diffrate.DiffRateError, match="no search at these budgets"):
+        module.again(small, ["evit"], file)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"results": {"tables": {}}}'])
+def test_results_that_cannot_be_read_end_in_a_sentence(load, tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "earlier.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(
+        diffrate.DiffRateError, match=r"cannot read the rows of off_the_shelf in .*earlier\.json"
+    ):
+        load("setting").rows_in(file, "tables", "off_the_shelf")
+
+
 def test_each_part_of_the_default_operator_is_left_out_once(load) -> None:
     variants = list(load("improvements").VARIANTS.values())
     default = {"operation": "merge", "mean": "attention", "choice": "cost", "keep_norm": True}

@@ -119,7 +119,7 @@ def compare(
     """Evaluate methods at budgets, and schedules and trained models at their own cost, beside the uncompressed model.
 
     loader     batches of images and labels; it is read twice where a method measures its own cost.
-    methods    names from `diffrate methods`; each row is compared with the first one.
+    methods    names from `diffrate methods`. Each row is compared with the first one of its budget.
     budgets    GMACs, or text such as "0.8G,60%", below what the whole model costs; without any, the costs of the
                schedules.
     schedules  further rows: a name and a schedule each, or one for each of some budgets. They come before the methods

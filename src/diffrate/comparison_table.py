@@ -1,6 +1,7 @@
 """A comparison as people and programs read it: a table for the terminal, Markdown, CSV, and what stands below them.
 
-Differences have their 95 % intervals beside them; p is McNemar's, against the first row of the budget.
+Differences have their 95 % intervals beside them; p is McNemar's, against the first row of the budget, which the
+column names where all budgets have the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from diffrate.operator import Operator
 from diffrate.speed import BY_PRODUCT, UNCOMPRESSED, Speed
 
 SPEEDS = ("images_per_second", "of_uncompressed", "ms", "spread_ms")
-COLUMNS = ("budget", "method", "GMACs", "top-1 %", "points to whole", "loss rise", "points to first", "p")
+COLUMNS = ("budget", "method", "GMACs", "top-1 %", "points to whole", "loss rise")
 
 
 def table(compared: Compared) -> tuple[list[str], list[list[str]]]:
@@ -40,7 +41,28 @@ def table(compared: Compared) -> tuple[list[str], list[list[str]]]:
                 *_speed_cells(row.speed),
             ]
         )
-    return [*COLUMNS, *(("images/s", "x whole") if timed else ())], cells
+    names = list(firsts(compared))
+    to = names[0] if len(names) == 1 else "first"
+    return [*COLUMNS, f"points to {to}", "p", *(("images/s", "x whole") if timed else ())], cells
+
+
+def firsts(compared: Compared) -> dict[str, list[float]]:
+    """The rows that the others of their budget are compared with, by name, and the budgets of each."""
+    found: dict[str, list[float]] = {}
+    for row in compared.rows:
+        if row.to_first is None:
+            found.setdefault(row.method, []).append(row.budget)
+    return found
+
+
+def remarks(compared: Compared) -> list[str]:
+    """What stands below a table: with which rows others were compared, and under which operators schedules ran."""
+    several = [
+        f"{name} at {', '.join(f'{budget:.3g}' for budget in budgets)} GMACs"
+        for name, budgets in firsts(compared).items()
+    ]
+    said = [f"compared with the first row of each budget: {'; '.join(several)}"] if len(several) > 1 else []
+    return [*said, *operators(compared.to_dict()["rows"])]
 
 
 def _speed_cells(speed: Speed | None) -> list[str]:
@@ -75,11 +97,15 @@ def operators(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     )
 
 
-def markdown(compared: Compared) -> str:
+def markdown(compared: Compared, title: str = "", origin: str = "") -> str:
+    """The table with what is needed to hand it on; `origin` says what made it."""
     columns, cells = table(compared)
     lines = [columns, ["---"] * len(columns), *cells]
-    below = "".join(f"\n{line}\n" for line in operators(compared.to_dict()["rows"]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + below
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    left_out = [f"left out: {reason}" for reason in compared.left_out]
+    parts = [f"# {title}"] * bool(title) + [rows, *left_out, *remarks(compared)] + [origin] * bool(origin)
+    return "\n\n".join(parts) + "\n"
 
 
 def as_csv(compared: Compared) -> str:

@@ -93,17 +93,25 @@ def test_budget_is_the_mean_cost_of_the_images(model: nn.Module) -> None:
         assert spent <= budget < PolicyModel(model, more).image_gmacs(images).mean().item()
 
 
-def test_a_budget_above_its_reach_samples_later(model: nn.Module) -> None:
+@pytest.mark.parametrize("further", [0.3, 0.8])
+def test_a_budget_above_its_reach_samples_later_and_more(model: nn.Module, further: float) -> None:
     images = torch.randn(8, 3, 32, 32)
     layout = backbone_of(model).layout
-    with torch.no_grad():
-        reach = PolicyModel(model, AdaptiveSampling(layout, 64)).image_gmacs(images).mean().item()
-    policy = AdaptiveSampling.at(model, 1.05 * reach, images)
-    assert policy.first > 1
-    assert policy.kept[policy.first - 1] == 65
-    with torch.no_grad():
-        spent = PolicyModel(model, policy).image_gmacs(images).mean().item()
-    assert 0.95 * reach < spent <= 1.05 * reach
+
+    def spent(samples: int, first: int) -> float:
+        with torch.no_grad():
+            fast = PolicyModel(model, AdaptiveSampling(layout, samples, first))
+            return fast.image_gmacs(images).mean().item()
+
+    near, far = spent(64, 1), spent(64, 2)  # as many samples as tokens
+    budget = near + further * (far - near)
+    policy = AdaptiveSampling.at(model, budget, images)
+    assert policy.first == 1
+    assert policy.samples > 64
+    assert spent(policy.samples, 1) <= budget < spent(policy.samples + 1, 1)
+    later = AdaptiveSampling.at(model, far, images)
+    assert later.first == 2
+    assert later.samples >= 64
 
 
 def test_patches_of_what_was_not_picked_are_marked(model: nn.Module) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from diffrate.cli import options as o
-from diffrate.cli.output import note, save_json, show_table
+from diffrate.cli.output import note, origin_line, save_json, show_table
 from diffrate.compare import compare as run_compare
-from diffrate.comparison_table import as_csv, markdown, operators, speed_line, table
+from diffrate.comparison_table import as_csv, markdown, remarks, speed_line, table
 from diffrate.compressed import CompressedModel
 from diffrate.data import build_loader, preprocessing, search_datasets
 from diffrate.devices import resolve_device
@@ -64,7 +64,8 @@ def compare_command(
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods with commas, see `diffrate methods`; rows are compared with the first.",
+            help="Methods with commas, see `diffrate methods`. Rows are compared with the first of their budget: a "
+            "--schedule or --trained model where one is given, else the first of these that meets the budget.",
             rich_help_panel=o.SCHEDULE,
         ),
     ] = "",
@@ -195,15 +196,15 @@ def compare_command(
         "seed": seed,
         **compared.to_dict(),
     }
-    for line in operators(results["rows"]):
+    for line in remarks(compared):
         typer.echo(line)
     for target in targets:
         save_json(target, results, where)
     if output is not None:
         table_file, csv_file, plot_file = (output / name for name in DRAWN)
-        write_text(table_file, markdown(compared))
-        write_text(csv_file, as_csv(compared))
         title = f"{model}, {compared.whole.images:,} images{speed_line(compared)}"
+        write_text(table_file, markdown(compared, title, origin_line(where)))
+        write_text(csv_file, as_csv(compared))
         accuracy_plot(results, plot_file, title)
 
 

@@ -29,7 +29,7 @@ def demo(
     at half the MACs, on images kept for that, and compares it with two known methods at the same cost: ToMe (as many
     tokens merged in every block) and EViT (pruning in three steps, the rest fused). Each row says
     how accuracy and loss differ from the uncompressed model on the same test images, with the standard error of that
-    difference, and how fast the model ran on this machine. Takes one and a half to three minutes on two CPU cores.
+    difference, and how fast the model ran on this machine. Takes one to two minutes on two CPU cores.
 
     What comes next is your own model: diffrate search --help, diffrate eval --help.
 

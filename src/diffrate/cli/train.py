@@ -182,7 +182,8 @@ def train_command(
     Without --model: the embedded ViT on Fashion-MNIST, with the recipe of the weights that ship (minutes on a GPU,
     many hours on a CPU); --data-dir then holds the four *-ubyte.gz files.
 
-    Example: diffrate train --output runs/fashion --data-dir /usr/share/datasets/fashion-mnist --compile
+    Example, with the files of Debian's package dataset-fashion-mnist:
+    diffrate train --output runs/fashion --data-dir /usr/share/datasets/fashion-mnist --compile
     """
     job = _read(context, replace(EMBEDDED if model == embedded.NAME else DEIT, **changes), False)
     whole = job.schedule is None

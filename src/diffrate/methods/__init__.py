@@ -204,7 +204,7 @@ _LISTED = (
         _sampled,
         _again(lambda layout, s: AdaptiveSampling(layout, s["samples"], s["first_block"])),
         departs="computes and charges attention for all tokens of a block, the paper for the sampled rows only; "
-        "starts in a later block at budgets that sampling from there on cannot use up",
+        "starts in a later block, and samples more often, at budgets that as many samples as tokens cannot use up",
     ),
     Method(
         "evo-vit",
@@ -212,7 +212,8 @@ _LISTED = (
         "Xu et al. 2022, Evo-ViT",
         lambda r: EvoViT.at(r.model, r.budget),
         lambda model, s: EvoViT(model, s["slow"]),
-        departs="the paper always trains with it, which compare does not; no layer-to-stage training in finetune",
+        departs="the paper always trains with it, which compare does not; no layer-to-stage training in finetune: all "
+        "blocks select anew, where the paper ends with one selection a stage",
     ),
     Method(
         "dynamicvit",
@@ -230,11 +231,12 @@ _LISTED = (
         lambda r: SPViT.at(r.model, r.budget),
         lambda model, s: SPViT(model, s["keep_rate"]),
         trained=True,
-        departs="all stages keep one share, the paper's come from a table of latencies; selectors are trained at once",
+        departs="all stages keep one share, the paper's come from a table of latencies; selectors are trained at once; "
+        "at inference all images keep equally many tokens, in the paper those that its selectors want",
     ),
     Method(
         "constant-rate",
-        "the same share of tokens in every block, under the fast search's operator: a schedule without a search",
+        "the same share of tokens in every block, under the fast recipe's default operator, without a search",
         "",
         lambda r: compress(r.model, constant_rate(r.model, r.budget, fast.OPERATOR)),
     ),

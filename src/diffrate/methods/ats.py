@@ -9,8 +9,8 @@ What that costs: tokens per image differ, so a batch is padded to its longest im
 away; MACs "per image" leave it out, as the paper does, and only images that run alone reach them.
 
 Not as in the paper: attention is computed, and charged, for every token that enters a block, where the paper computes
-only the rows of those that it picked; and where sampling from there on cannot use up a budget, it starts in a later
-block.
+only the rows of those that it picked; and where as many samples as tokens cannot use up a budget, it starts in a later
+block, with as many samples or more.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from diffrate.reduction import keep_first, move_patches
 from diffrate.tokens import Tokens
 
 FIRST = 1 / 4  # of the depth: the blocks before keep all tokens
+MOST = 8  # samples for each token, where budgets are loose
 BATCH = 64  # images at a time, while costs are measured
 
 
@@ -57,27 +58,31 @@ class AdaptiveSampling(Policy):
     def at(cls, model: nn.Module, budget: float, images: Tensor) -> AdaptiveSampling:
         """The most samples whose mean cost over `images` is at most `budget` GMACs; costs need no labels.
 
-        A budget that is above what sampling costs with as many samples as tokens starts sampling in a later block.
+        Sampling starts in the last block from which on as many samples as tokens do not cost too much. Between that
+        and the next one lie more samples: each token's chance grows, and those of all images with it.
         """
         layout = backbone_of(model).layout
-        most = layout.tokens - layout.prefix
-
-        def policy(t: float, first: int) -> AdaptiveSampling:
-            return cls(layout, max(1, round((1 - t) * most)), first)
-
+        tokens = layout.tokens - layout.prefix
         portions = Portions("what ATS measures")
 
-        def gmacs(t: float, first: int) -> float:
-            sampled = PolicyModel(model, policy(t, first))
+        def gmacs(samples: int, first: int) -> float:
+            sampled = PolicyModel(model, cls(layout, samples, first))
             with evaluating(model), torch.inference_mode():
                 parts = [portions.joined(sampled.image_gmacs, part) for part in images.split(BATCH)]
                 return float(torch.cat(parts).mean())
 
-        first, last = first_block(layout), layout.depth - 1
-        while first < last and gmacs(0.0, first) < budget:
+        first = first_block(layout)
+        while first < layout.depth - 1 and gmacs(tokens, first + 1) <= budget:
             first += 1
-        t = smallest_within(lambda t: gmacs(t, first), budget, "ATS", halvings=most.bit_length() + 1)
-        return policy(t, first)
+        most = tokens if gmacs(tokens, first) > budget else MOST * tokens
+        if gmacs(most, first) <= budget:
+            return cls(layout, most, first)
+
+        def samples(t: float) -> int:
+            return max(1, round((1 - t) * most))
+
+        t = smallest_within(lambda t: gmacs(samples(t), first), budget, "ATS", halvings=most.bit_length() + 1)
+        return cls(layout, samples(t), first)
 
     def removes(self, i: int) -> bool:
         return i >= self.first

@@ -3,7 +3,8 @@
 In training no token is dropped. Each selector draws a 0/1 mask by Gumbel-softmax, straight-through; a token masked once
 stays masked, and nobody but itself attends to it (DynamicViT's eq. 10-12; the same attention as the search's). The loss
 is DynamicViT's: cross-entropy, answers and last features of the model as it came, and the share of tokens that each
-stage leaves. At inference tokens are really dropped: a stage keeps a fixed number, those with the highest scores.
+stage leaves, of every image in DynamicViT and on average over a batch in SPViT. At inference tokens are really dropped:
+a stage keeps a fixed number, those with the highest scores.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class SelectionObjective(Objective):
             raise DiffRateError("selectors learn from the uncompressed model: they need a teacher")
         super().__init__(model, recipe, teacher)
         assert isinstance(model, SelectingModel)
-        self.wanted = model.shares
+        self.wanted, self.by_image = model.shares, model.ratio_by_image
         self.whole = compress(teacher)
 
     def loss(self, output: Any, images: Tensor, labels: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ class SelectionObjective(Objective):
         loss: Tensor = self.of_labels(logits, labels)
         loss = loss + KL * divergence(logits, main_output(answers).float(), self.recipe.temperature)
         loss = loss + FEATURES * feature_loss(output, tokens.x[:, tokens.prefix :])
-        return loss + RATIO * ratio_loss(output.shares, self.wanted)
+        return loss + RATIO * ratio_loss(output.shares, self.wanted, self.by_image)
 
 
 def feature_loss(trial: Trial, features: Tensor) -> Tensor:
@@ -91,9 +92,10 @@ def feature_loss(trial: Trial, features: Tensor) -> Tensor:
     return (distance * trial.alive).sum() / trial.alive.sum().clamp_min(1)
 
 
-def ratio_loss(shares: Tensor, wanted: tuple[float, ...]) -> Tensor:
-    """Squared distance of the share (B, S) that each stage leaves of an image to what it should; the mean over both."""
-    return (shares - torch.tensor(wanted, device=shares.device)).square().mean()
+def ratio_loss(shares: Tensor, wanted: tuple[float, ...], by_image: bool = True) -> Tensor:
+    """Squared distance of the shares (B, S) that stages leave to what they should: of every image, or of their mean."""
+    left = shares if by_image else shares.mean(dim=0)
+    return (left - torch.tensor(wanted, device=shares.device)).square().mean()
 
 
 class SelectingModel(MethodModel):
@@ -102,10 +104,12 @@ class SelectingModel(MethodModel):
     keep_rate  share of the image tokens that the first stage keeps; stage s keeps keep_rate ** s of them.
     stages     the blocks before which tokens go.
     adds       tokens that a stage makes out of what it drops.
+    ratio_by_image  whether the share that a stage leaves is asked of every image, or of a batch on average.
     """
 
     name: ClassVar[str]
     adds: ClassVar[int] = 0
+    ratio_by_image: ClassVar[bool] = True
     objective: ClassVar[type[Objective]] = SelectionObjective
 
     def __init__(self, original: nn.Module, keep_rate: float) -> None:
