@@ -99,8 +99,8 @@ EXPERIMENTS = (
     Experiment(
         "Ablation, sorting metric, searched for each", "ablations_searched.py", "sorting_metric_searched", BOTH,
         tuple(ablations_searched.METRICS),
-        remark="Merging and pruning under the paper's operator but for the metric; s: seconds of the search, beside other "
-        "work on two cores.",
+        remark="Merging and pruning under the paper's operator but for the metric; s: seconds of the search, beside "
+        "other work on two cores.",
     ),
     Experiment(
         "Ablation, compression module, searched for each", "ablations_searched.py", "operation_order_searched", BOTH,
