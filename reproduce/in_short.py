@@ -74,7 +74,7 @@ a CPU and of the comparison on a CPU are earlier than the others.
 
 
 def lines(records: Records, with_table: Callable[[Records, str], list[tuple[Path, Row]]]) -> Iterator[str]:
-    """The answer, the races, all methods at a glance, and what to keep in mind."""
+    """The answer, all methods at a glance, their speed, the races, and what to keep in mind."""
     found = [(path, r) for path, r in with_table(records, "off_the_shelf") if measured(r["results"])]
     if not found:
         return
@@ -257,11 +257,11 @@ def at_equal_speed(records: Records) -> str:
         tables = record["results"]["tables"] if path.name.startswith("reproduce_") else {}
         for row in tables.get("equal_speed", {}).get("rows", ()):
             if to := row.get("to_search"):
-                points, loss = to["points_interval"], to["loss_interval"]
+                low, high = to["loss_interval"]
                 said.append((
                     f"{row['speed']:.2f}", f"{row['gmacs']:.3f}",
-                    f"{to['points']:+.2f} [{points[0]:+.2f}, {points[1]:+.2f}]",
-                    f"{to['loss_difference']:+.4f} [{loss[0]:+.4f}, {loss[1]:+.4f}]",
+                    points(to),
+                    f"{to['loss_difference']:+.4f} [{low:+.4f}, {high:+.4f}]",
                     side(row),
                 ))  # fmt: skip
     if not said:
@@ -384,6 +384,7 @@ def all_methods(results: Row) -> Iterator[str]:
     at = {
         (row["name"], row["budget"]): f"{row['points']:+.2f}, {row['loss_rise']:+.3f}"
         + (MARKS.get(side(row), "") if "to_search" in row else "")
+        + (f" ({row['padded_gmacs']:.3f} in batches)" if "padded_gmacs" in row else "")
         for row in rows
     }
     whole = results["uncompressed"]
@@ -391,14 +392,6 @@ def all_methods(results: Row) -> Iterator[str]:
         f"{results['model']}, top-1 {whole['top1']:.2f}",
         *(f"{budget:.3g} GMACs" for budget in budgets),
     )
-    padded = {name: [row["padded_gmacs"] for row in rows if row["name"] == name and "padded_gmacs" in row]
-              for name in names}  # fmt: skip
     yield from markdown_table.lines(
-        header,
-        ([in_batches(name, padded[name]), *(at.get((name, b), "") for b in budgets)] for name in names),
+        header, ([name, *(at.get((name, b), "") for b in budgets)] for name in names)
     )
-
-
-def in_batches(name: str, padded: Sequence[float]) -> str:
-    """A method's name, with what its images cost where they are padded to the longest of their batch."""
-    return f"{name} (in batches {', '.join(f'{gmacs:.3f}' for gmacs in padded)})" if padded else name

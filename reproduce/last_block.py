@@ -20,12 +20,10 @@ Measured here: not run yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import setting as shared
-from off_the_shelf import is_schedule, to_search
+from off_the_shelf import to_search, twins
 from setting import Setting, Table
 from torch import nn
 
@@ -45,40 +43,29 @@ ROUNDS = 4  # of finding what a method spends in vain where it may spend as much
 def run(setting: Setting, searches: Path) -> None:
     if not backbone_of(setting.model).layout.compresses_last_block:
         raise DiffRateError("the head of this model reads every token")
+    rows = shared.rows_in(searches, "tables", "off_the_shelf")
+    schedules = {budget: shared.searched_at(searches, rows, budget) for budget in setting.budgets}
     table = Table(setting, "last_block", TITLE, PAPER)
-    for budget in setting.budgets:
-        schedule = searched_at(searches, setting, budget)
+    for budget, schedule in schedules.items():
         searched = table.measure("search", schedule, budget=budget)
         for rival in RIVALS:
-            for name, model, vain in at(rival, setting.model, budget, schedule):
+            try:
+                made, vain = at(rival, setting.model, budget)
+            except DiffRateError as error:
+                table.add(rival, budget=budget, left_out=str(error))
+                continue
+            for name, model in twins(rival, made, schedule):
                 result = table.measure(name, model, cost_of(model) - vain, budget=budget, in_vain=vain)
                 table.rows[-1]["to_search"] = to_search(result, searched)
                 shared.save(setting)
 
 
-def searched_at(file: Path, setting: Setting, budget: float) -> diffrate.Schedule:
-    """What the search of an earlier table found at a budget."""
-    for row in shared.rows_in(file, "tables", "off_the_shelf"):
-        if row["name"] == "search" and abs(row["budget"] - budget) < 1e-6:
-            return diffrate.Schedule.from_dict(row["settings"]["schedule"])
-    raise DiffRateError(f"{file} has no search at {budget:g} GMACs")
-
-
-def at(
-    name: str, model: nn.Module, budget: float, searched: diffrate.Schedule
-) -> Iterator[tuple[str, nn.Module, float]]:
-    """A method that costs the budget without what its last block spends in vain, and that in GMACs.
-
-    Where it is a schedule, also its counts under the operator of the search.
-    """
+def at(name: str, model: nn.Module, budget: float) -> tuple[nn.Module, float]:
+    """A method that costs the budget without what its last block spends in vain, and that in GMACs."""
     vain = 0.0
     for _ in range(ROUNDS):
         vain = in_vain(build(name, model, budget + vain))
-    made = build(name, model, budget + vain)
-    yield name, made, vain
-    if is_schedule(made) and made.operator != searched.operator:
-        again = replace(made.schedule, operator=searched.operator)
-        yield f"{name}, the search's operator", diffrate.compress(model, again), vain
+    return build(name, model, budget + vain), vain
 
 
 def in_vain(model: nn.Module) -> float:

@@ -5,8 +5,8 @@ Every row is paired with the uncompressed model and, as `to_search`, with the se
 are padded to the longest. Rows that are schedules name their operator; where it is not the search's, a second row has
 the same counts under that one.
 
-Cost: a search (about a minute for ViT-Ti on an H200, minutes on a CPU) and a pass over the
-validation images for each method and budget; ATS takes a dozen more over 256 to 511 of them, to find its setting. The
+Cost: a search (about a minute for ViT-Ti on an H200, minutes on a CPU) and a pass over the validation images for each
+method and budget; ATS takes some twenty more over 256 to 511 of them, to find its setting. The
 paper's models: `--model deit_small_patch16_224 --pretrained --data-dir imagenet --search-split train
 --budgets 2.3G,2.9G`, which needs ImageNet and a download; `--model caformer_s36 --budgets 5.2G,5.6G,6.0G` is its table
 of CAFormer. Methods that are trained first are left out: with_training.py has them. `--again ats` measures methods
@@ -25,10 +25,9 @@ embedded model: results/reproduce_embedded_off_the_shelf_h200.json.
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -45,7 +44,7 @@ from diffrate.methods import METHODS, build, cost_of, named
 from diffrate.methods.by_image import ImageCosts, decides_by_image, spread_images
 from diffrate.methods.fit import off_budget
 from diffrate.methods.policy import MethodModel
-from diffrate.results import origin
+from diffrate.results import in_words, origin
 from diffrate.schedule import write_text
 
 KEY, TITLE = "off_the_shelf", "Table 1, off the shelf"
@@ -103,37 +102,41 @@ def beside(
     except DiffRateError as error:
         table.add(name, budget=budget, left_out=str(error))
         return
-    measure(table, name, model, budget, searched)
-    if is_schedule(model) and model.operator != schedule.operator:
-        under = diffrate.compress(whole, replace(model.schedule, operator=schedule.operator))
-        measure(table, f"{name}, the search's operator", under, budget, searched)
+    for label, each in twins(name, model, schedule):
+        measure(table, label, each, budget, searched)
+
+
+def twins(name: str, model: nn.Module, searched: diffrate.Schedule) -> Iterator[tuple[str, nn.Module]]:
+    """A method's model and, where it is a schedule, its counts under the operator of the search."""
+    yield name, model
+    if is_schedule(model) and model.operator != searched.operator:
+        under = replace(model.schedule, operator=searched.operator)
+        yield f"{name}, the search's operator", diffrate.compress(model.original, under)
 
 
 def again(setting: Setting, names: Sequence[str], file: Path) -> None:
     """Put new rows of some methods in the place of those that a file has; they say where they are from."""
     rows = shared.rows_in(file, "tables", KEY)
-    asked = [
-        row for row in rows if any(math.isclose(row["budget"], b, rel_tol=1e-6) for b in setting.budgets)
-    ]
-    searches = {row["budget"]: row["settings"]["schedule"] for row in asked if row["name"] == "search"}
-    if not searches:
-        raise DiffRateError(f"{file} has no search at these budgets")
+    if "search" in names:
+        raise DiffRateError("--again keeps the searches: run a new one without it")
+    record = json.loads(file.read_text(encoding="utf-8"))
+    known = record["results"]
+    if (known["model"], known["uncompressed"]["images"]) != (setting.name, setting.whole.images):
+        raise DiffRateError(f"{file} is of another model or other images")
+    searches = {budget: shared.searched_at(file, rows, budget) for budget in setting.budgets}
     setting.json = None  # the rest of the file stays what it is
     table = Table(setting, KEY, TITLE, PAPER)
     images = spread_images(setting.val)
-    for budget, known in searches.items():
-        schedule = diffrate.Schedule.from_dict(known)
+    for budget, schedule in searches.items():
         searched = setting.evaluated(diffrate.compress(setting.model, schedule))
         for name in names:
             beside(table, named(name).name, budget, schedule, searched, images)
-    made = origin(shlex.join(["python", *sys.argv]), setting.device)
-    measured = f"{made['device']}, commit {str(made['commit'])[:10]}, {made['date'][:10]}"
+    measured = in_words(origin(shlex.join(["python", *sys.argv]), setting.device))
     for row in table.rows:
         row["measured"] = measured
     new = {(row["name"], row["budget"]): row for row in table.rows}
     rows = [new.pop((old["name"], old["budget"]), old) for old in rows] + list(new.values())
-    record = json.loads(file.read_text(encoding="utf-8"))
-    record["results"]["tables"][KEY]["rows"] = rows
+    known["tables"][KEY]["rows"] = rows
     write_text(file, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
@@ -174,6 +175,14 @@ def rows_in(file: Path, *keys: str) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         table = keys[-1] if keys else "results"
         raise DiffRateError(f"cannot read the rows of {table} in {file}: {error}") from error
+
+
+def searched_at(file: Path, rows: Sequence[dict[str, Any]], budget: float) -> diffrate.Schedule:
+    """What the search of an earlier table found at a budget, among the rows of its file."""
+    for row in rows:
+        if row["name"] == "search" and math.isclose(row["budget"], budget, rel_tol=1e-6):
+            return diffrate.Schedule.from_dict(row["settings"]["schedule"])
+    raise DiffRateError(f"{file} has no search at {budget:g} GMACs")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

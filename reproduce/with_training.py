@@ -122,8 +122,10 @@ def sets(data_dir: str, images: int | None, test_images: int | None) -> tuple[Im
 
 def under(method: str, model: torch.nn.Module, gmacs: float) -> MethodModel:
     """The model under a method at this cost, which ATS finds on images of its own."""
-    images = embedded.normalise(embedded.images("search")[0][:MEASURED_ON, None]) if method == "ats" else None
-    return to_train(method, model, gmacs, images)
+    if method != "ats":
+        return to_train(method, model, gmacs)
+    images = embedded.normalise(embedded.images("search")[0][:MEASURED_ON, None])
+    return to_train(method, model, gmacs, images.to(next(model.parameters()).device))
 
 
 def run_job(job: Job) -> dict[str, Any]:

@@ -45,11 +45,11 @@ def test_who_is_behind_the_search_and_who_cannot_be_told_from_it(load, tmp_path:
     assert "- `tofu`: ToMe with ToFu's norm-preserving merging" in text
 
 
-def test_what_batches_of_unequal_images_cost_stands_at_the_methods_name(load, tmp_path: Path) -> None:
+def test_what_batches_of_unequal_images_cost_stands_in_their_rows(load, tmp_path: Path) -> None:
     ats = [measured("ats", budget, padded_gmacs=1.04 * budget) for budget in (0.9, 0.5)]
     written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": [*rows(), *ats]}})
     text = load("page").page(tmp_path)
-    assert "| ats (in batches 0.936, 0.520) | -1.50, +0.100 | -1.50, +0.100 |\n" in text
+    assert "| ats | -1.50, +0.100 (0.936 in batches) | -1.50, +0.100 (0.520 in batches) |\n" in text
 
 
 def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path) -> None:

@@ -18,6 +18,19 @@ def certain(counts, patches):
     return Kept(counts.float(), keep)
 
 
+def test_counts_that_rise_or_do_not_merge_drop_what_their_masks_hide():
+    prune, merge = [50, 30, 40], [48, 35, 25]
+    model = random_vit()
+    schedule = diffrate.Schedule([65, *(n + 1 for n in prune)], [65, *(n + 1 for n in merge)], 1)
+    images = torch.randn(3, 3, 32, 32)
+    fast = diffrate.compress(model, schedule)
+    with torch.no_grad():
+        masked = masked_logits(
+            backbone_of(model), images, certain(prune, 64), certain(merge, 64), [1, 2, 3], fast.operator
+        )
+        torch.testing.assert_close(masked, fast(images), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("operation", ["prune-merge", "merge", "prune"])
 @pytest.mark.parametrize("mean", ["plain", "size", "attention"])
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_rows_say_when_they_are_off_their_budget_and_what_batches_cost(load, tmp
     rows = [
         measured("ats", 1.0, gmacs=1.021, padded_gmacs=1.0951),
         measured("tome", 1.0, gmacs=0.992),
+        measured("tofu", 1.0, measured="a machine, commit 0123456789, 2026-01-01"),
         measured("evit", 1.0, gmacs=0.98, note="-2.0 % off the budget", operator="the paper's"),
     ]
     written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": rows}})
@@ -68,6 +69,7 @@ def test_rows_say_when_they_are_off_their_budget_and_what_batches_cost(load, tmp
     assert "| ats (+2.1 % off the budget; padded to 1.095 GMACs in these batches) |  | 1.021 |" in text
     assert "| tome |  | 0.992 | 80.00 | -1.50 [-2.00, -1.00] | +0.100 [+0.050, +0.150] |" in text
     assert "| evit (-2.0 % off the budget) | the paper's | 0.980 |" in text
+    assert "| tofu (measured later: a machine, commit 0123456789, 2026-01-01) |  | 1.000 |" in text
 
 
 def test_compared_methods_have_their_speed_where_it_was_timed(load, tmp_path: Path) -> None:

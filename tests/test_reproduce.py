@@ -152,9 +152,12 @@ def test_a_method_that_is_measured_again_leaves_the_other_rows_as_they_are(
     schedule = diffrate.methods.schedules.random_schedule(small.model, budget)
     search = {"name": "search", "budget": budget, "settings": {"schedule": schedule.to_dict()}}
     others = [{"name": "evit", "budget": budget}, {"name": "ats", "budget": 2 * budget}]
-    record = {"commit": "abc", "results": {"tables": {"off_the_shelf": {"rows": [search, *others]}}}}
+    known = {"model": "small", "uncompressed": {"images": 12}}
+    record = {"commit": "abc", "results": {**known, "tables": {"off_the_shelf": {"rows": [search, *others]}}}}
     file = tmp_path / "earlier.json"
     file.write_text(json.dumps(record))
+    with pytest.raises(diffrate.DiffRateError, match="keeps the searches"):
+        module.again(small, ["search"], file)
     module.again(small, ["evit", "ats"], file)
     after = json.loads(file.read_text())
     first, evit, far, ats = after["results"]["tables"]["off_the_shelf"]["rows"]
@@ -165,7 +168,7 @@ def test_a_method_that_is_measured_again_leaves_the_other_rows_as_they_are(
     assert evit["measured"].split(", ")[-1].startswith("20")
     assert not (tmp_path / "rows.json").exists()
     small.budgets = [3 * budget]
-    with pytest.raises(diffrate.DiffRateError, match="no search at these budgets"):
+    with pytest.raises(diffrate.DiffRateError, match="no search at"):
         module.again(small, ["evit"], file)
 
 
@@ -220,8 +223,9 @@ def test_rivals_may_spend_before_what_their_last_block_spends_in_vain(load, smal
     assert operators[0] == operators[2] != operators[1]
     alone = diffrate.gmacs(diffrate.methods.build("tome", small.model, budget))
     assert rows["tome"]["gmacs"] + rows["tome"]["in_vain"] > 1.005 * alone
+    small.budgets = [2 * budget]
     with pytest.raises(diffrate.DiffRateError, match="no search at"):
-        module.searched_at(tmp_path / "searches.json", small, 2 * budget)
+        module.run(small, tmp_path / "searches.json")
 
 
 def patches_at_the_end(settings: dict[str, Any]) -> float:

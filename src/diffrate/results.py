@@ -47,6 +47,15 @@ def origin(command: str, device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
+def in_words(made: Mapping[str, Any]) -> str:
+    """Machine, code and day of an origin, for a line of text."""
+    code = f"diffrate {made['diffrate']}"
+    if made["commit"]:
+        changed = ", with changes" if made["commit"].endswith("-dirty") else ""
+        code = f"commit {made['commit'][:10]}{changed}"
+    return f"{made['device']}, {code}, {made['date'][:10]}"
+
+
 def commit() -> str | None:
     """The commit of the checkout that the package runs from, marked when it has changes; None when installed."""
     here = Path(__file__).parent

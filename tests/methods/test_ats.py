@@ -94,7 +94,9 @@ def test_budget_is_the_mean_cost_of_the_images(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("further", [0.3, 0.8])
-def test_a_budget_above_its_reach_samples_later_and_more(model: nn.Module, further: float) -> None:
+def test_a_budget_above_its_reach_takes_more_samples_and_then_a_later_block(
+    model: nn.Module, further: float
+) -> None:
     images = torch.randn(8, 3, 32, 32)
     layout = backbone_of(model).layout
 

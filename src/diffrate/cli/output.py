@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from diffrate.results import origin, write_results
+from diffrate.results import in_words, origin, write_results
 from diffrate.schedule import Schedule
 
 
@@ -57,8 +57,7 @@ def running_command() -> str:
 def origin_line(device: torch.device) -> str:
     """What made a table, as a line of Markdown below it: command, machine, commit and date."""
     made = origin(running_command(), device)
-    commit = f"commit {made['commit'][:10]}" if made["commit"] else f"diffrate {made['diffrate']}"
-    return f"`{made['command']}`, {made['device']}, {commit}, {made['date'][:10]}"
+    return f"`{made['command']}`, {in_words(made)}"
 
 
 def save_json(path: Path | None, results: Mapping[str, Any], device: torch.device | None = None) -> None:

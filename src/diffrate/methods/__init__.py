@@ -204,7 +204,7 @@ _LISTED = (
         _sampled,
         _again(lambda layout, s: AdaptiveSampling(layout, s["samples"], s["first_block"])),
         departs="computes and charges attention for all tokens of a block, the paper for the sampled rows only; "
-        "starts in a later block, and samples more often, at budgets that as many samples as tokens cannot use up",
+        "samples more often than there are tokens, or from a later block on, where that cannot use up a budget",
     ),
     Method(
         "evo-vit",

@@ -9,12 +9,13 @@ What that costs: tokens per image differ, so a batch is padded to its longest im
 away; MACs "per image" leave it out, as the paper does, and only images that run alone reach them.
 
 Not as in the paper: attention is computed, and charged, for every token that enters a block, where the paper computes
-only the rows of those that it picked; and where as many samples as tokens cannot use up a budget, it starts in a later
-block, with as many samples or more.
+only the rows of those that it picked; and where as many samples as tokens cannot use up a budget, it takes more, and
+where those would use up what the next block on costs, it starts there.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -56,15 +57,16 @@ class AdaptiveSampling(Policy):
 
     @classmethod
     def at(cls, model: nn.Module, budget: float, images: Tensor) -> AdaptiveSampling:
-        """The most samples whose mean cost over `images` is at most `budget` GMACs; costs need no labels.
+        """As many samples as cost at most `budget` GMACs on average over `images`; costs need no labels.
 
         Sampling starts in the last block from which on as many samples as tokens do not cost too much. Between that
-        and the next one lie more samples: each token's chance grows, and those of all images with it.
+        and the next one lie more samples, up to MOST a token: the more quantiles, the more tokens are picked.
         """
         layout = backbone_of(model).layout
         tokens = layout.tokens - layout.prefix
         portions = Portions("what ATS measures")
 
+        @functools.cache
         def gmacs(samples: int, first: int) -> float:
             sampled = PolicyModel(model, cls(layout, samples, first))
             with evaluating(model), torch.inference_mode():

@@ -53,7 +53,7 @@ class MultiHeadSelector(Selector):
 class SPViT(SelectingModel):
     name: ClassVar[str] = "spvit"
     adds: ClassVar[int] = 1
-    ratio_by_image: ClassVar[bool] = False  # an image that needs more tokens than others may keep them
+    ratio_by_image: ClassVar[bool] = False  # in training an image that needs more tokens may keep them
 
     def __init__(self, original: nn.Module, keep_rate: float) -> None:
         super().__init__(original, keep_rate)
