@@ -6,7 +6,7 @@ Paper: 1,000 images are nearly as good as all (81.4 and 81.5, DeiT-B at 11.5 GMA
 Cost: nine searches, of 51 to 61 s on an H200 with six side by side, and a pass over the images for each.
 
 Measured here: results/search_vit_tiny_h200.json, ViT-Ti: the loss rises by 0.008 to 0.009 at 0.81 GMACs and by 0.035
-to 0.038 at 0.655. The paper's recipe at 0.81, once, by 400 steps of 32 images on a CPU: 0.111,
+to 0.038 at 0.655. The paper's recipe at 0.81, once, by small steps on a CPU: 0.111,
 results/search_vit_tiny_paper_cpu.json.
 
     python reproduce/little_data.py --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors \\
