@@ -45,6 +45,22 @@ def test_who_is_behind_the_search_and_who_cannot_be_told_from_it(load, tmp_path:
     assert "- `tofu`: ToMe with ToFu's norm-preserving merging" in text
 
 
+def test_who_changes_sides_where_nobody_pays_for_what_is_spent_in_vain(load, tmp_path: Path) -> None:
+    uncharged = [
+        measured("tome", 0.5, to_search=to_search(-0.5, (-0.01, 0.2))),
+        measured("evit", 0.5, to_search=to_search(-1.5, (0.01, 0.2), 0.051)),
+        measured("not charged before", 0.5, to_search=to_search(-2, (0.1, 0.2), 0.001)),
+    ]
+    tables = {"off_the_shelf": {"rows": rows()}, "last_block": {"rows": uncharged}}
+    written(tmp_path, "reproduce_x.json", tables)
+    page = load("page")
+    text = page.page(tmp_path)
+    said, _, rest = text.partition("1 of 2 rows change sides ([table](evidence.md#")[2].partition("))")
+    assert rest.startswith(": no clear difference to it: tome at 0.5.\n")
+    heading = next(line for line in page.evidence(tmp_path).splitlines() if "equal terms" in line)
+    assert heading.removeprefix("## ").lower().replace(" ", "-").replace(":", "") == said
+
+
 def test_what_batches_of_unequal_images_cost_stands_in_their_rows(load, tmp_path: Path) -> None:
     ats = [measured("ats", budget, padded_gmacs=1.04 * budget) for budget in (0.9, 0.5)]
     written(tmp_path, "reproduce_x.json", {"off_the_shelf": {"rows": [*rows(), *ats]}})
