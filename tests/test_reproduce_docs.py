@@ -22,6 +22,7 @@ PARTS = {
     "turns",
     "markdown_table",
     "in_short",
+    "ranks",
     "what_was_run",
     "kernels_alone",
 }  # of other files
