@@ -180,10 +180,10 @@ def train_command(
     """Train a model from scratch, whole or under a schedule; DeiT's recipe unless told otherwise.
 
     Without --model: the embedded ViT on Fashion-MNIST, with the recipe of the weights that ship (minutes on a GPU,
-    many hours on a CPU); --data-dir then holds the four *-ubyte.gz files.
+    many hours on a CPU); --data-dir then holds the four *-ubyte.gz files, as Debian's package dataset-fashion-mnist has
+    them.
 
-    Example, with the files of Debian's package dataset-fashion-mnist:
-    diffrate train --output runs/fashion --data-dir /usr/share/datasets/fashion-mnist --compile
+    Example: diffrate train --output runs/fashion --data-dir /usr/share/datasets/fashion-mnist --compile
     """
     job = _read(context, replace(EMBEDDED if model == embedded.NAME else DEIT, **changes), False)
     whole = job.schedule is None
