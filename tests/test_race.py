@@ -87,7 +87,8 @@ def test_what_an_audit_says_of_those_that_left(load) -> None:
 def test_later_searches_take_the_first_ones_operator(load, monkeypatch: pytest.MonkeyPatch) -> None:
     module, asked = load("schedule_comparison"), []
     model = random_vit(depth=4)
-    first = random_schedules(model, 0.7 * diffrate.gmacs(model), [0], Operator(operation="merge", choice="cost", floor=1.0))[0]
+    operator = Operator(operation="merge", choice="cost", floor=1.0)
+    first = random_schedules(model, 0.7 * diffrate.gmacs(model), [0], operator)[0]
 
     class StoppedError(Exception):
         pass
