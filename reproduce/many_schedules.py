@@ -97,11 +97,13 @@ def _each(given: Given, schedules: Sequence[diffrate.Schedule], part: slice) -> 
     def forward(some: Tensor) -> Tensor:
         return logits_of_many(backbone, some, schedules).float().transpose(0, 1)
 
-    found = [_portions.joined(forward, some) for some in _passes(images[part])]
-    answers = torch.cat(found).transpose(0, 1)  # (S, B, classes)
-    loss = F.cross_entropy(answers.transpose(1, 2), labels[part].expand(len(schedules), -1), reduction="none")
-    return torch.stack([loss, kl(whole[part], answers)], dim=1).double().cpu().numpy()
+    found = []
+    for some, right, wanted in zip(*map(_passes, (images[part], labels[part], whole[part])), strict=True):
+        answers = _portions.joined(forward, some).transpose(0, 1)  # (S, b, classes)
+        loss = F.cross_entropy(answers.transpose(1, 2), right.expand(len(schedules), -1), reduction="none")
+        found.append(torch.stack([loss, kl(wanted, answers)], dim=1).double().cpu())
+    return torch.cat(found, dim=-1).numpy()
 
 
-def _passes(images: Tensor) -> tuple[Tensor, ...]:
-    return images.split(AT_ONCE[images.device.type])
+def _passes(values: Tensor) -> tuple[Tensor, ...]:
+    return values.split(AT_ONCE[values.device.type])

@@ -9,6 +9,8 @@ from typing import Any
 import markdown_table
 
 RANDOM = 10_000  # schedules of a race that is listed
+OTHER_OPERATORS = {"operation prune": ", pruning alone", "the paper's": ", the paper's operator"}
+MIRRORED = ", mirrored"
 CALIBRATION = "beyond-the-paper-how-right-the-whole-models-probabilities-are"  # the section of the evidence
 
 Records = dict[Path, dict[str, Any]]
@@ -52,17 +54,17 @@ def ranks(raced: Sequence[tuple[Row, Row]]) -> Iterator[str]:
         words = {row["budget"]: row["operator"] for row in table["rows"] if "operator" in row}
         for budget in sorted({row["budget"] for row in races}, reverse=True):
             at = [row for row in races if row["budget"] == budget]
-            pruned = ", pruning alone" if words.get(budget) == "operation prune" else ""
+            how = OTHER_OPERATORS.get(words.get(budget, ""), "")
             ranked = {by: [row["better"] for row in at if row["name"].endswith(by)] for by in outside}
             counts = [", ".join(f"{better:,}" for better in each) for each in ranked.values()]
-            images = f"{results['uncompressed']['images']:,}"
+            images = f"{results['uncompressed']['images']:,}{MIRRORED * at[0].get('mirrored', False)}"
             share = f"{100 * budget / results['gmacs']:.0f} %"
-            rows.append([results["model"] + pruned, f"{budget:.3g} ({share})", images, *counts])
+            rows.append([results["model"] + how, f"{budget:.3g} ({share})", images, *counts])
             for by, each in ranked.items():
                 behind = [f"{100 * better / RANDOM:.2f} %" for better in each if better > RANDOM / 100]
                 if behind:
                     of = f"{len(behind)} of {len(each)} searches ({', '.join(behind)})"
-                    where = f"{results['model']}{pruned} at {budget:.3g} GMACs on {images} images"
+                    where = f"{results['model']}{how} at {budget:.3g} GMACs on {images} images"
                     outside[by].append(f"{of} of {where}")
     header = ("", "GMACs", "images", "by loss", "by divergence from the whole model")
     yield from markdown_table.lines(header, rows)

@@ -198,11 +198,13 @@ def run(
     seeds: int = 1,
     control: bool = True,
     operation: str = "merge",
+    mirrored: bool = False,
 ) -> None:
     """A race at each budget, the tightest first: against schedules that are `given` for it, or searched for here.
 
     control    race the paper's counts too.
     operation  how searches and random ones remove tokens.
+    mirrored   race on the mirror images: as many others, of which other schedules are ahead by chance.
     """
     if runners is None:
         runners = RUNNERS if setting.device.type == "cuda" else 0
@@ -212,12 +214,14 @@ def run(
             raise DiffRateError(f"a schedule costs {cost:.4f} GMACs, not {asked}")
     table = Table(setting, "schedule_comparison", f"Schedule comparison, {count:,} random ones", PAPER)
     images, labels = (torch.cat(parts) for parts in zip(*setting.val, strict=True))
+    if mirrored:
+        images = images.flip(-1)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(images.device)
     with ManySchedules(setting.model, images[order], labels[order], runners) as many:
         for budget in sorted(setting.budgets):
             found = [each for each in given if not off_budget(diffrate.gmacs(setting.model, each), budget)]
             found = found or searched(setting, budget, seeds, OPERATORS[operation])
-            at_budget(table, many, budget, found, count, control)
+            at_budget(table, many, budget, found, count, control, mirrored)
 
 
 def searched(
@@ -236,6 +240,7 @@ def at_budget(
     found: Sequence[diffrate.Schedule],
     count: int,
     control: bool,
+    mirrored: bool = False,
 ) -> None:
     """The schedules found and simple ones, and then the race."""
     setting, operator = table.setting, found[0].operator
@@ -277,6 +282,7 @@ def at_budget(
                 audited_better=after_all[i][j],
                 most_missed=most_missed(len(result.out), audited, after_all[i][j]),
                 complete=result.complete,
+                mirrored=mirrored,
                 seconds=seconds,
                 runners=many.workers,
                 entered=result.entered,
@@ -332,6 +338,11 @@ def main() -> None:
         default="merge",
         help="how searches here, and the random schedules, remove tokens",
     )
+    flags.add_argument(
+        "--mirrored",
+        action="store_true",
+        help="race on the mirror images: who is ahead by chance is another one there",
+    )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()
     if arguments.schedule and arguments.operation != "merge":
@@ -346,6 +357,7 @@ def main() -> None:
             arguments.seeds,
             arguments.control,
             arguments.operation,
+            arguments.mirrored,
         )
 
 

@@ -25,6 +25,7 @@ def test_the_race_ends_as_a_full_evaluation_does(load, monkeypatch: pytest.Monke
     cost = diffrate.gmacs(model)
     schedules = random_schedules(model, 0.7 * cost, range(10)) + random_schedules(model, 0.3 * cost, range(5))
     references = random_schedules(model, 0.7 * cost, [99, 98])
+    monkeypatch.setitem(load("many_schedules").AT_ONCE, "cpu", 16)
     many = load("many_schedules").ManySchedules(model, images, labels)
 
     def measured(schedule: diffrate.Schedule) -> list[float]:
@@ -152,6 +153,27 @@ def test_schedules_that_are_given_race_at_their_own_budget_and_others_are_search
     setting.budgets = [0.7 * whole]
     with pytest.raises(diffrate.DiffRateError, match=r"a schedule costs .* GMACs, not "):
         module.run(setting, 3, [tight])
+
+
+def test_a_mirrored_race_is_run_on_the_mirror_image_of_every_image(
+    load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, model = load("schedule_comparison"), random_vit(depth=4)
+    given = random_schedules(model, 0.6 * diffrate.gmacs(model), [0])
+    seen = []
+    monkeypatch.setattr(module, "at_budget", lambda *a: seen.append((a[1].given, a[6])))
+    images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
+    setting = Namespace(
+        budgets=[0.6 * diffrate.gmacs(model)], model=model, device=torch.device("cpu"), tables={},
+        val=[(images[:3], labels[:3]), (images[3:], labels[3:])],
+    )  # fmt: skip
+    module.run(setting, 3, given)
+    module.run(setting, 3, given, mirrored=True)
+    ((_, plain, labels_of_plain, _), no), ((_, turned, labels_of_turned, _), yes) = seen
+    assert (no, yes) == (False, True)
+    torch.testing.assert_close(plain, images[labels_of_plain])
+    torch.testing.assert_close(turned, images[labels_of_turned].flip(-1))
+    assert sorted(labels_of_turned.tolist()) == labels.tolist()
 
 
 @pytest.mark.parametrize("control", [True, False])
