@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -146,7 +146,7 @@ def measure(
     """Add a row that says by how much it misses the budget, and how it differs from the search's."""
     cost = cost_of(model)
     if decides_by_image(model):
-        cost, more["padded_gmacs"] = costs(model, table.setting)
+        cost, more["padded_gmacs"] = costs(model, table.setting.val)
     if is_schedule(model):
         more["operator"] = model.operator.in_words()
     if note := off_budget(cost, budget):
@@ -174,12 +174,12 @@ def is_schedule(model: nn.Module) -> TypeGuard[diffrate.CompressedModel]:
     return isinstance(model, diffrate.CompressedModel) and not isinstance(model, MethodModel)
 
 
-def costs(model: nn.Module, setting: Setting) -> tuple[float, float]:
+def costs(model: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
     """Mean GMACs of an image alone, and padded to its batch's longest."""
-    meter = ImageCosts(model)
+    meter, device = ImageCosts(model), next(model.parameters()).device
     with torch.inference_mode():
-        for images, _ in setting.val:
-            meter.add(images)
+        for images, _ in batches:
+            meter.add(images.to(device))
     return meter.mean(), meter.padded()
 
 

@@ -184,7 +184,9 @@ def trainings(path: Path, record: dict[str, Any]) -> Iterator[str]:
     for (budget, name), runs in sorted(kinds.items(), key=lambda item: -item[1][0]["gmacs"]):
         mean = sum(run["test_accuracy"] for run in runs) / len(runs)
         epochs = f"{min(run['epochs'] for run in runs)} of {runs[0]['of_epochs']}"
-        rows.append([budget, name, f"{runs[0]['gmacs']:.3f}", f"{mean:.2f}", str(len(runs)), epochs])
+        padded = f"{runs[0]['padded_gmacs']:.3f} in batches" if "padded_gmacs" in runs[0] else ""
+        gmacs = with_note(f"{runs[0]['gmacs']:.3f}", padded)
+        rows.append([budget, name, gmacs, f"{mean:.2f}", str(len(runs)), epochs])
     yield from markdown_table.lines(("budget", "", "GMACs", "top-1 %", "runs", "epochs"), rows)
     for left_out in results.get("left_out", []):
         yield f"\nLeft out: {left_out}."
@@ -192,11 +194,14 @@ def trainings(path: Path, record: dict[str, Any]) -> Iterator[str]:
 
 def rows_of(table: dict[str, Any]) -> Iterator[str]:
     """What a table has: measured rows, races, reasons why rows are missing, and rows of other kinds."""
-    measured = [row for row in table["rows"] if "points" in row]
+    measured = [row for row in table["rows"] if "points" in row and "target_ms" not in row]
+    at_equal_time = [row for row in table["rows"] if "target_ms" in row]
     raced = [row for row in table["rows"] if "better" in row]
     left_out = [row for row in table["rows"] if "left_out" in row]
     if measured:
         yield "\n".join(measurements(measured)) + "\n"
+    if at_equal_time:
+        yield "\n".join(timings(at_equal_time)) + "\n"
     if raced:
         yield "\n".join(races(raced)) + "\n"
     if left_out:
@@ -230,6 +235,25 @@ def measurements(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             cells += [interval(to["loss_difference"], to["loss_interval"], 3), f"{to['mcnemar_p']:.2g}"]
         cells += [""] * (len(header) - timed - len(cells))
         lines.append(cells + [f"{row['search_seconds']:.0f}" if "search_seconds" in row else ""] * timed)
+    yield from markdown_table.lines(header, lines)
+
+
+def timings(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Rows that were made for a time, and how they differ from the first one for the same."""
+    header = (
+        "for", "", "ms", "times as fast", "GMACs", "top-1 %", "points", "loss rise", "points to the first",
+        "loss to the first", "p",
+    )  # fmt: skip
+    lines = []
+    for row in rows:
+        cells = [f"{row['target_ms']:.2f} ms", row["name"], f"{row['ms']:.2f}", f"{row['speed']:.2f}"]
+        cells += [f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
+        cells += [interval(row["points"], row["points_interval"], 2)]
+        cells += [interval(row["loss_rise"], row["loss_interval"], 3)]
+        if to := row.get("to_search"):
+            cells += [interval(to["points"], to["points_interval"], 2)]
+            cells += [interval(to["loss_difference"], to["loss_interval"], 3), f"{to['mcnemar_p']:.2g}"]
+        lines.append(cells + [""] * (len(header) - len(cells)))
     yield from markdown_table.lines(header, lines)
 
 

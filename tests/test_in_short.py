@@ -152,27 +152,33 @@ def test_speeds_on_a_cpu_are_a_sentence(load) -> None:
     assert load("in_short").elsewhere(Path("compare_x.json"), record) == ""
 
 
-def test_the_papers_schedules_at_equal_speed_are_held_against_searches(load, tmp_path: Path) -> None:
-    def row(name: str, speed: float, **more: Any) -> dict[str, Any]:
-        return measured(name, 0.5, speed=speed, gmacs=0.4567, **more)
+def test_searches_in_milliseconds_and_the_papers_schedules_at_equal_time(load, tmp_path: Path) -> None:
+    def row(name: str, target: float, rise: float, **more: Any) -> dict[str, Any]:
+        return measured(name, 0.5, target_ms=target, speed=11 / target, **more) | {"loss_rise": rise}
 
-    pairs = [
-        row("search", 1.5),
-        row("the paper's, as fast", 1.5, to_search=to_search(-1.25, (0.01, 0.03))),
-        row("search", 2.0),
-        row("the paper's, as fast", 2.0, to_search=to_search(-3, (-0.01, 0.03), 0.001)),
+    in_ms, by_rank, in_macs, theirs = load("equal_time").ROWS
+    rows = [
+        {"name": "uncompressed", "ms": 10.0},
+        row(in_ms, 5.0, 0.01),
+        row(by_rank, 5.0, 0.02, to_search=to_search(0.5, (-0.01, 0.03))),
+        row(in_macs, 5.0, 0.03, to_search=to_search(0.5, (-0.01, 0.03))),
+        row(theirs, 5.0, 0.04, to_search=to_search(-1.25, (0.01, 0.03))),
+        row(in_ms, 4.0, 0.05),
+        row(theirs, 4.0, 0.06, to_search=to_search(-3, (-0.01, 0.03), 0.001)),
     ]
-    said = load("in_short").at_equal_speed
+    said = load("in_short").at_equal_time
     file = tmp_path / "reproduce_x.json"
-    assert said({file: {"results": {"tables": {"off_the_shelf": {"rows": pairs}}}}}) == ""
+    assert said({file: {"results": {"tables": {"off_the_shelf": {"rows": rows}}}}}) == ""
     records = {
-        file: {"results": {"tables": {"equal_speed": {"rows": pairs}}}},
+        file: {"results": {"tables": {"equal_time": {"rows": rows}}}},
         tmp_path / "compare_x.json": {},
     }
     assert said(records).endswith(
         "---|\n"
-        "| 1.50 | 0.457 | -1.25 [-2.25, -0.25] | +0.0200 [+0.0100, +0.0300] | behind it in loss alone |\n"
-        "| 2.00 | 0.457 | -3.00 [-4.00, -2.00] | +0.0100 [-0.0100, +0.0300] | behind it in top-1 |\n\n"
+        "| 2.00 | +0.010 (2.20) | +0.020 (2.20) | +0.030 (2.20) | +0.040 (2.20) | -1.25 [-2.25, -0.25] "
+        "| +0.020 [+0.010, +0.030] | behind it in loss alone |\n"
+        "| 2.50 | +0.050 (2.75) |  |  | +0.060 (2.75) | -3.00 [-4.00, -2.00] "
+        "| +0.010 [-0.010, +0.030] | behind it in top-1 |\n\n"
     )
 
 

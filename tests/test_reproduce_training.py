@@ -33,17 +33,20 @@ def test_runs_with_training_are_compared_with_those_without(
     arguments = argparse.Namespace(
         data_dir=tmp_path, budgets="70%", seeds=2, tune_epochs=2, tune_lr=1e-3, epochs=1, search_steps=1,
         images=512, test_images=50, workers=0, minutes=0.1, device="cpu", json=tmp_path / "rows.json",
-        methods="dynamicvit,evo-vit,evit", resume=False, compile=False,
+        methods="dynamicvit,evo-vit,evit,ats", resume=False, compile=False,
     )  # fmt: skip
     module.run(arguments)
     saved = json.loads((tmp_path / "rows.json").read_text())["results"]
-    rivals = ["dynamicvit, fine-tuned", "evo-vit, fine-tuned", "evit, fine-tuned"]
+    rivals = [f"{name}, fine-tuned" for name in ("dynamicvit", "evo-vit", "evit", "ats")]
     names = ["uncompressed, from scratch", "from scratch", "from scratch"]
     names += ["uncompressed, fine-tuned", "fine-tuned", "fine-tuned", *rivals]
     assert [row["name"] for row in saved["runs"]] == names
     for row in saved["runs"][6:]:
         assert row["gmacs"] == pytest.approx(0.7 * saved["gmacs"], rel=0.1)
-    assert [row["of_epochs"] for row in saved["runs"]] == [1, 1, 1, 2, 2, 2, 2, 2, 2]
+    by_image = [row for row in saved["runs"] if "padded_gmacs" in row]
+    assert [row["name"] for row in by_image] == rivals[3:]
+    assert by_image[0]["gmacs"] <= by_image[0]["padded_gmacs"] < saved["gmacs"]
+    assert [row["of_epochs"] for row in saved["runs"]] == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
     (budget,) = saved["budgets"].values()
     tuned = [row["test_accuracy"] for row in saved["runs"][4:6]]
     assert budget["fine-tuned"]["mean"] == pytest.approx(sum(tuned) / 2)
@@ -67,8 +70,8 @@ def test_runs_with_training_are_compared_with_those_without(
     (tmp_path / "rows.json").write_text(json.dumps({**record, "results": again}))
     module.run(argparse.Namespace(**{**vars(arguments), "resume": True, "epochs": 2, "minutes": 1.0}))
     longer = json.loads((tmp_path / "rows.json").read_text())["results"]
-    assert longer["runs"][:6] == again["runs"][3:]
-    assert [(row["name"], row["epochs"]) for row in longer["runs"][6:]] == [(name, 2) for name in names[:3]]
+    assert longer["runs"][:7] == again["runs"][3:]
+    assert [(row["name"], row["epochs"]) for row in longer["runs"][7:]] == [(name, 2) for name in names[:3]]
     # With fewer, and without other methods, everything stays.
     shorter = {"resume": True, "tune_epochs": 1, "epochs": 1, "methods": ""}
     monkeypatch.setattr(module, "run_job", lambda _: pytest.fail("ran again"))
