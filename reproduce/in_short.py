@@ -59,7 +59,8 @@ mostly ahead. On a CPU, without kernels for it, other methods are faster at the 
 timed on images.
 - Part of every compressed model's speed is that of blocks after a merge, whose sums and norms are one kernel each: on \
 ViT-Ti such a block takes 1.06 ms at 193 tokens where the model's own takes 1.34 \
-([file](../results/latency_tables_vit_tiny_h200.json)). Any model could have that too.
+([file](../results/latency_tables_vit_tiny_h200.json)). Any model could have that too. Since these times were taken, \
+blocks before the first merge have it as well, which was not timed yet.
 - The times of lower resolution have the resizing of the images in them, two sizes a batch; those of ATS cannot be \
 recorded as a graph.
 - Tables of methods and speeds are of two runs, in batches of 250 and of 1,000 images in half precision, whose \
@@ -128,7 +129,7 @@ def headline(results: Row, compared: Sequence[Row], records: Records) -> str:
         times, (factor, about) = fast[0]
         speed = f", and it runs {times:.2f} times as fast"
         if about:
-            speed += f", {about}{factor * times:.2f} where the whole model gets as fast a patch embedding"
+            speed += f", {about}{factor * times:.2f} where the whole model {has_both(results)}"
     own = points(at["search"]) if "search" in at else "not measured"
     return (
         f"**{results['model']} at {100 * tightest / results['gmacs']:.0f} % of its MACs, its weights untouched: "
@@ -208,11 +209,12 @@ FEATURES = {"vit_tiny_patch16_224": 192}
 
 
 def with_patches_alike(results: Row, records: Records) -> tuple[float, str]:
-    """What is left of a speed-up where the whole model's patches are cut by a product too, as a factor; and whether
-    that was measured beside it, or is an estimate from patches that were timed by themselves. Without either, 1 and "".
+    """What is left of a speed-up where the whole model has the kernels of compressed ones too, or in older files has
+    its patches cut by a product, as a factor; and whether that was measured beside it, or is an estimate from patches
+    that were timed by themselves. Without any of these, 1 and "".
     """
     whole = results["uncompressed"]
-    if beside := whole.get("speed_by_product"):
+    if beside := whole.get("speed_with_kernels") or whole.get("speed_by_product"):
         return 1 / beside["of_uncompressed"], "or "
     for path, record in records.items():
         for row in record["results"]["rows"] if path.name == "patches_h200.json" else ():
@@ -252,12 +254,20 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
 
 
 def by_product(results: Row, records: Records, columns: int) -> Iterator[list[str]]:
-    """A row of the whole model with its patches cut as compressed models cut theirs."""
+    """A row of the whole model with the kernels of compressed ones or, before, its patches cut as theirs are."""
     factor, about = with_patches_alike(results, records)
     if about:
-        yield [f"uncompressed, its patches cut by a product{', about' * ('about' in about)}"] + [
-            f"{1 / factor:.2f}"
-        ] * columns
+        has = "with our kernels" if by_kernels(results) else "its patches cut by a product"
+        yield [f"uncompressed, {has}{', about' * ('about' in about)}"] + [f"{1 / factor:.2f}"] * columns
+
+
+def by_kernels(results: Row) -> bool:
+    """Whether the whole model was timed with all kernels of compressed ones too."""
+    return bool(results["uncompressed"].get("speed_with_kernels"))
+
+
+def has_both(results: Row) -> str:
+    return "has the same kernels" if by_kernels(results) else "gets as fast a patch embedding"
 
 
 def at_equal_time(records: Records) -> str:
@@ -289,16 +299,21 @@ def at_equal_time(records: Records) -> str:
 
 
 def patches(results: Row, records: Records) -> str:
-    """How much of the speed is the patch embedding's, which compressed models cut by a product."""
+    """How much of the speed is that of kernels which any model could have; before, of patches cut by a product."""
     factor, about = with_patches_alike(results, records)
     its = [row["speed"]["of_uncompressed"] for row in results["rows"] if row["method"] == "searched"]
     if not about or not its:
         return ""
-    measured = "the same run" if results["uncompressed"].get("speed_by_product") else "patches by themselves"
+    together = "speed_with_kernels", "speed_by_product"
+    measured = "the same run" if results["uncompressed"].keys() & together else "patches by themselves"
+    others = (
+        " All schedules have kernels that are faster also where no token goes, which any model could have"
+        if by_kernels(results)
+        else " All of these but lower resolution cut their patches by a product, which any model could"
+    )
     return (
-        " All of these but lower resolution cut their patches by a product, which any model could: against a whole "
-        f"model that does so too, searched schedules are {', '.join(f'{factor * each:.2f}' for each in its)} times as "
-        f"fast (by {measured}; [speed.md](speed.md))."
+        f"{others}: against a whole model that {has_both(results)}, searched schedules are "
+        f"{', '.join(f'{factor * each:.2f}' for each in its)} times as fast (by {measured}; [speed.md](speed.md))."
     )
 
 

@@ -328,19 +328,22 @@ def test_what_cannot_be_timed_is_left_out_and_no_row_is_lost(
     assert "images/s" not in table(compared)[0]
 
 
-def test_the_uncompressed_model_is_also_timed_with_patches_by_product(
+def test_the_uncompressed_model_is_also_timed_with_the_kernels_of_compressed_ones(
     model: nn.Module, loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "INTERPRETED", True)  # as on a GPU
     monkeypatch.setattr("diffrate.compare.time_rows", functools.partial(time_rows, repeats=1))
     compared = compare(model, loader, ["evit"], "60%", amp=True, amp_dtype="bfloat16", batch_size=4)
-    assert compared.by_product is not None
-    assert compared.by_product.name == "uncompressed, patches by product"
+    assert compared.with_kernels is not None
+    assert compared.with_kernels.name == "uncompressed, with our kernels"
     saved = compared.to_dict()["uncompressed"]
-    assert saved["speed_by_product"]["of_uncompressed"] == compared.by_product.of_uncompressed
-    assert speed_line(compared).endswith(f"by product: {compared.by_product.of_uncompressed:.2f} x whole")
+    assert saved["speed_with_kernels"]["of_uncompressed"] == compared.with_kernels.of_uncompressed
+    assert speed_line(compared).endswith(
+        f"with our kernels: {compared.with_kernels.of_uncompressed:.2f} x whole"
+    )
     assert [row.method for row in compared.rows] == ["evit"]
-    assert compare(model, loader, ["evit"], "60%", batch_size=4).by_product is None  # in fp32
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    assert compare(model, loader, ["evit"], "60%", batch_size=4).with_kernels is None
 
 
 def test_times_that_differ_much_say_so(model: nn.Module, loader, monkeypatch: pytest.MonkeyPatch) -> None:

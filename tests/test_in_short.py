@@ -135,7 +135,20 @@ def test_what_the_patch_embedding_gives_is_said_apart(load, tmp_path: Path) -> N
     assert not list(load("in_short").by_product({**results, "uncompressed": {"speed": speed}}, {}, 2))
     rows = [{"method": "searched", "speed": {"of_uncompressed": 2.0}}]
     said = load("in_short").patches({**results, "rows": rows}, records)
-    assert "searched schedules are 1.60 times as fast (by the same run; " in said
+    assert (
+        "that gets as fast a patch embedding, searched schedules are 1.60 times as fast (by the same run; "
+        in said
+    )
+    whole = {"speed": speed, "speed_with_kernels": {"of_uncompressed": 1.6}}
+    results = {**results, "uncompressed": whole, "rows": rows}
+    assert alike(results, records) == (pytest.approx(0.625), "or ")
+    (beside,) = load("in_short").by_product(results, records, 1)
+    assert beside == ["uncompressed, with our kernels", "1.60"]
+    said = load("in_short").patches(results, records)
+    assert (
+        "model that has the same kernels, searched schedules are 1.25 times as fast (by the same run; "
+        in said
+    )
 
 
 def test_speeds_on_a_cpu_are_a_sentence(load) -> None:

@@ -51,9 +51,12 @@ def test_entrants(model):
     names = [row.name for row in speed.entrants(model, {"a": SCHEDULE}, baselines=True)]
     assert names == ["uncompressed", "oracle slice", "a", "ToMe", "EViT"]
     fair = speed.entrants(model, {"a": SCHEDULE}, products=True)
-    by_product = ["uncompressed, patches by product", "oracle slice, patches by product"]
-    assert [row.name for row in fair] == ["uncompressed", by_product[0], "oracle slice", by_product[1], "a"]
-    assert [row.oracle for row in fair] == [None, None, None, None, "oracle slice"]
+    whole = ["uncompressed", "uncompressed, patches by product", "uncompressed, with our kernels"]
+    oracle = ["oracle slice", "oracle slice, patches by product"]
+    assert [row.name for row in fair] == [*whole, *oracle, "a"]
+    assert [row.oracle for row in fair] == [None] * 5 + ["oracle slice"]
+    assert fair[2].model.original is model
+    assert fair[2].gmacs == diffrate.gmacs(model)
     rows = speed.entrants(model, {"a": SCHEDULE, "b": Schedule.identity(4, 17)})
     assert [(row.name, row.oracle) for row in rows] == [
         ("uncompressed", None),

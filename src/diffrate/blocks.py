@@ -24,14 +24,15 @@ def run_block(
 ) -> Tokens:
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched.
 
-    Except for few images, whose time on a GPU is in the number of kernels: sums and norms are one there.
+    Except on a GPU, where sums and norms are one kernel.
     """
     if merge < tokens.count:
         attended, ranked = attend_and_rank(backbone, i, tokens, operator)
         return reduce_and_finish(backbone, i, attended, ranked, prune, merge, operator)
     weighed = operator.proportional and tokens.size is not None
     fast = kernels.fast(tokens, operator)
-    if not weighed and backbone.runs_whole(tokens.positions) and not (fast and kernels.lean(tokens)):
+    own = not weighed and backbone.runs_whole(tokens.positions)
+    if own and not (fast and kernels.lean(tokens, backbone.norms(i))):
         with step("attention and MLP"):
             return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
     size, bias = (tokens.size, tokens.key_bias()) if weighed else (None, None)

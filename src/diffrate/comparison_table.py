@@ -14,7 +14,7 @@ from typing import Any
 
 from diffrate.compare import NUMBERS, Compared
 from diffrate.operator import Operator
-from diffrate.speed import BY_PRODUCT, UNCOMPRESSED, Speed
+from diffrate.speed import UNCOMPRESSED, WITH_KERNELS, Speed
 
 SPEEDS = ("images_per_second", "of_uncompressed", "ms", "spread_ms")
 COLUMNS = ("budget", "method", "GMACs", "top-1 %", "points to whole", "loss rise")
@@ -71,12 +71,12 @@ def _speed_cells(speed: Speed | None) -> list[str]:
 
 def speed_line(compared: Compared) -> str:
     """How the speeds were measured, to stand behind what else is said of a comparison."""
-    speed, other = compared.speed, compared.by_product
+    speed, other = compared.speed, compared.with_kernels
     if speed is None:
         return ""
     said = f"; speed: {speed.mode}, {speed.dtype}, {speed.batch_size} images a batch"
     if other is not None:
-        said += f"; uncompressed{BY_PRODUCT}: {other.of_uncompressed:.2f} x whole"
+        said += f"; {WITH_KERNELS}: {other.of_uncompressed:.2f} x whole"
     return said
 
 

@@ -211,7 +211,8 @@ def _block_times(backbone: Backbone, i: int, images: Tensor, operator: Operator,
     coarse = _coarse(layout)
 
     def block(tokens: Tokens, keep: int) -> tuple[float, float]:
-        return clock.median(lambda: run_block(backbone, i, tokens, keep, keep, operator))
+        prune = after_pruning(tokens.count, keep, operator)
+        return clock.median(lambda: run_block(backbone, i, tokens, prune, keep, operator))
 
     def mlp(n: int) -> tuple[float, float]:
         x = left(n).x
@@ -247,14 +248,18 @@ def _last_block(backbone: Backbone, images: Tensor, operator: Operator, clock: C
 
 
 def _removed(backbone: Backbone, i: int, images: Tensor, operator: Operator) -> Callable[[int], Tokens]:
-    """Makes n tokens such as a removal leaves: with sizes where the operator gives them. Time knows no features."""
+    """Makes n tokens such as a removal leaves: with sizes where the operator gives them. Time knows no features.
+
+    All tokens are such as another block leaves that removes none.
+    """
     every = backbone.start(images)
     count = backbone.layout.tokens
-    fewer = run_block(backbone, i, every, count - 1, count - 1, operator)
+    ongoing = run_block(backbone, i, every, count, count, operator)
+    fewer = run_block(backbone, i, every, after_pruning(count, count - 1, operator), count - 1, operator)
 
     def left(n: int) -> Tokens:
         if n == count:
-            return every
+            return ongoing
         first = torch.arange(n, device=images.device).expand(len(images), -1)
         return replace(
             fewer,
@@ -268,6 +273,11 @@ def _removed(backbone: Backbone, i: int, images: Tensor, operator: Operator) -> 
         )
 
     return left
+
+
+def after_pruning(before: int, keep: int, operator: Operator) -> int:
+    """How many tokens pruning leaves in what is timed: where the operator merges too, every other one is merged."""
+    return keep + (before - keep + 1) // 2 if operator.splits else keep
 
 
 def _least(layout: Layout) -> int:
@@ -288,21 +298,25 @@ def _series(points: Sequence[int], measure: Callable[[int], tuple[float, float]]
 def check_schedules(model: nn.Module, operator: Operator) -> list[Schedule | None]:
     """Schedules of all kinds that the model can run: whole, falling steadily, in three steps, and in one."""
     cost = MacCost.of(model)
-    backbone = backbone_of(model)
+    layout = backbone_of(model).layout
     whole = cost.of_schedule(None)
     found: list[Schedule | None] = [None]
+
+    def add(kept: tuple[int, ...]) -> None:
+        before = (layout.tokens, *kept[:-1])
+        prune = tuple(after_pruning(*each, operator) for each in zip(before, kept, strict=True))
+        found.append(Schedule(prune, kept, layout.prefix, operator))
+
     for share in SHARES:
         for method in (constant_number, stepwise):
             try:
                 kept = method(model, share * whole).effective.merge
             except DiffRateError:  # few blocks or tokens: not every method reaches every share
                 continue
-            found.append(Schedule(kept, kept, backbone.layout.prefix, operator))
-    tokens, depth = backbone.layout.tokens, backbone.layout.depth
+            add(kept)
     for share in (0.8, 0.5):
-        few = max(backbone.layout.prefix + 1, round(share * tokens))
-        kept = (tokens, *[few] * (depth - 1))
-        found.append(Schedule(kept, kept, backbone.layout.prefix, operator))
+        few = max(layout.prefix + 1, round(share * layout.tokens))
+        add((layout.tokens, *[few] * (layout.depth - 1)))
     return found
 
 

@@ -134,8 +134,11 @@ def test_tokens_such_as_a_removal_leaves_run_on_the_kernels(monkeypatch):
     operator = diffrate.Operator(importance="class-attention", operation="merge")
     monkeypatch.setattr(kernels, "INTERPRETED", not torch.cuda.is_available())
     with torch.no_grad():
-        tokens = profiling._removed(backbone, 1, images, operator)(9)
+        left = profiling._removed(backbone, 1, images, operator)
+        tokens, all_of_them = left(9), left(17)
+        assert all_of_them.size is None
         assert tokens.normed is not None
+        assert all_of_them.normed is not None
         for name in ("size", "log_size", "normed"):
             assert getattr(tokens, name).shape[1] == 9
         ours = profiling.run_block(backbone, 2, tokens, 7, 6, operator).x
@@ -179,6 +182,29 @@ def test_schedules_of_the_check_use_the_operator_that_is_timed():
     assert schedules[0] is None
     assert len(schedules) >= 6
     assert all(s.operator == operator for s in schedules[1:])
+
+
+@pytest.mark.parametrize("operation", ["prune-merge", "merge-prune", "prune", "merge"])
+def test_where_an_operator_prunes_and_merges_both_are_timed(operation, monkeypatch):
+    """Merged tokens have sizes, which attention then reckons with, and a merge takes longer than leaving tokens out."""
+    from diffrate import profiling
+
+    timed, real = [], profiling.run_block
+    monkeypatch.setattr(profiling, "run_block", lambda *given: timed.append(given) or real(*given))
+    model = random_vit(depth=6)
+    profile(model, batch_size=2, repeats=3, operator=diffrate.Operator(operation=operation))
+    removals = [(tokens.count, prune, keep) for _, _, tokens, prune, keep, _ in timed if keep < tokens.count]
+    assert max(count - keep for count, _, keep in removals) > 2
+    splits = operation in ("prune-merge", "merge-prune")
+    for count, prune, keep in removals:
+        assert (prune - keep, count - prune) == (
+            (count - keep + 1) // 2 * splits,
+            (count - keep) // (1 + splits),
+        )
+    sized = {tokens.size is not None for _, _, tokens, *_ in timed if tokens.count < 65}
+    assert sized == {operation != "prune"}
+    for schedule in check_schedules(model, diffrate.Operator(operation=operation))[1:]:
+        assert any(p > m for p, m in zip(schedule.prune, schedule.merge, strict=True)) == splits
 
 
 def test_the_fit_finds_scales_and_offset(monkeypatch):

@@ -151,15 +151,31 @@ def test_a_second_gradient_is_refused_and_not_wrong():
             found.sum().backward()
 
 
-@pytest.mark.parametrize(("count", "sums"), [(3, 5), (5, 3)])
-def test_few_images_run_also_what_removes_nothing_in_fewer_kernels(model, count, sums, monkeypatch):
+@pytest.mark.parametrize("count", [3, 5])
+def test_sums_and_norms_are_one_kernel_also_in_what_removes_nothing(model, count, monkeypatch):
     added, add_norm = [], ops.add_norm
     monkeypatch.setattr(ops, "add_norm", lambda *given: added.append(1) or add_norm(*given))
     fast, images = diffrate.compress(model, SCHEDULE), torch.randn(count, 3, 32, 32, device=DEVICE)
     with torch.no_grad():
         ours = fast(images)
-    # Sum and norm at once: twice in a block that removes nothing, the first only for few; once where tokens go.
-    assert len(added) == sums
+    assert len(added) == 5  # twice in a block that removes nothing; once where tokens go
+    torch.testing.assert_close(ours, plain(fast, images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("most", [0, 4])
+def test_a_norm_that_no_kernel_knows_leaves_a_block_of_many_images_to_the_model(
+    model, images, affine, most, monkeypatch
+):
+    monkeypatch.setattr(kernels, "FEW_IMAGES", most)
+    own = []
+    model.blocks[0].register_forward_hook(lambda *_: own.append(1))
+    if not affine:
+        model.blocks[0].norm2 = torch.nn.LayerNorm(model.embed_dim, elementwise_affine=False).to(DEVICE)
+    fast = diffrate.compress(model, SCHEDULE)
+    with torch.no_grad():
+        ours = fast(images)
+    assert len(own) == (not affine and most == 0)
     torch.testing.assert_close(ours, plain(fast, images), rtol=1e-4, atol=1e-4)
 
 

@@ -44,7 +44,8 @@ def bench_command(
         typer.Option(
             "--baselines",
             help="Also time ToMe and EViT at the same MACs; on a GPU in half precision also the uncompressed model and "
-            "the oracle slice with their patches cut by a product, as compressed models do it there.",
+            "the oracle slice with their patches cut by a product, as compressed models do it there, and the "
+            "uncompressed model with all of their kernels.",
             rich_help_panel=o.SCHEDULE,
         ),
     ] = False,

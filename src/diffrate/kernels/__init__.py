@@ -40,7 +40,7 @@ from diffrate.tokens import Tokens
 PATHS = ("auto", "plain")
 MOST_TOKENS = 1024  # of one image, which one program ranks
 FEW_HEADS = 64  # images x heads up to which attention runs as a kernel of our own
-FEW_IMAGES = 4  # up to which also blocks that remove nothing run as kernels
+FEW_IMAGES = 4  # up to which blocks that remove nothing run as kernels, whatever their norms are
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = False  # tests: run the kernels on the CPU, in Triton's interpreter
 
@@ -180,9 +180,15 @@ def few(q: Tensor) -> bool:
     return q.shape[0] * q.shape[1] <= FEW_HEADS
 
 
-def lean(tokens: Tokens) -> bool:
-    """Whether so few images come that a block is worth running in fewer kernels than the model's own has."""
-    return not torch.compiler.is_compiling() and len(tokens.x) <= FEW_IMAGES and not _learns(tokens.x)
+def lean(tokens: Tokens, norms: tuple[nn.LayerNorm, nn.LayerNorm] | None) -> bool:
+    """Whether a block that removes nothing is worth running in fewer kernels than the model's own has.
+
+    It is where sums and norms can be one, and where so few images come that a GPU waits for kernels to begin.
+    """
+    if torch.compiler.is_compiling() or _learns(tokens.x):
+        return False
+    fused = norms is not None and all(_can_norm(norm, tokens.x) for norm in norms)
+    return fused or len(tokens.x) <= FEW_IMAGES
 
 
 def rank(logits: Tensor, prefix: int, operator: Operator, previous: Tensor | None = None) -> Ranked:
