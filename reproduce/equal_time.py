@@ -8,14 +8,14 @@ precision, on a GPU as CUDA graphs, and evaluated on the same images. `--speeds`
 multiples of the uncompressed model's speed.
 
 Parts of it can run by themselves: tables and what searches found are kept in `--folder` and read from there. On a GPU:
-`--until tables` alone; `--until searches --operators NAME` for each side by side; the rest alone again.
+`--until tables` alone; `--until searches --only NAME` for each side by side; the rest alone again.
 
 Cost: three profiles (84 s on an H200, with the reading of images), a search for each operator and target (35 to 93 s
 beside much else), and four passes over the validation images for each target.
 
 Measured here: results/reproduce_vit_tiny_equal_time_h200.json: asked for 10.00 ms, twice the speed of ViT-Ti, a search
 in milliseconds takes 9.78 and loses 0.036, a search in MACs 9.98 and 0.039, the paper's schedule 9.70 and 0.059; asked
-for 11.55, they take 11.47, 11.52 and 11.12 and lose 0.006, 0.008 and 0.013. By rank the loss is on the same line.
+for 11.55, they take 11.47, 11.52 and 11.12 and lose 0.006, 0.008 and 0.013.
 
     python reproduce/equal_time.py --schedule runs/macs_*.json --speeds 2.25 --folder runs/equal_time \\
         --model vit_tiny_patch16_224 --checkpoint vit_tiny_patch16_224.safetensors --data-dir imagenet --crop-pct 1.0 \\
@@ -37,12 +37,14 @@ from torch import Tensor, nn
 
 import diffrate
 from diffrate.backbones import backbone_of
+from diffrate.compressed import with_kernels
 from diffrate.costs import LatencyTable, TableCost
+from diffrate.devices import device_name
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Evaluation
 from diffrate.methods.schedules import published_schedule
 from diffrate.operator import Operator
-from diffrate.profiling import profile, time_models
+from diffrate.profiling import dtype_name, profile, time_models
 from diffrate.schedule import write_text
 from diffrate.searching import fast
 
@@ -75,17 +77,20 @@ class Timed:
 
     def table(self, operator: Operator, file: Path) -> LatencyTable:
         """The times of parts under an operator, measured if the file is not there."""
-        if file.is_file():
-            return LatencyTable.load(file)
         device = self.images.device
+        if file.is_file():
+            known = LatencyTable.load(file)
+            layout, dtype = backbone_of(self.model).layout, dtype_name(self.images.dtype)
+            known.check(layout, None, device_name(device), len(self.images), dtype, self.mode, operator)
+            return known
         made = profile(self.model, len(self.images), device=device, operator=operator, mode=self.mode)
         made.save(file)
         return made
 
     def ms(self, schedules: Sequence[diffrate.Schedule]) -> list[float]:
         """Of the uncompressed model, of the same with the kernels that compressed ones have, and of these."""
-        models = [diffrate.compress(self.model, schedule) for schedule in (None, *schedules)]
-        return time_models([self.model, *models], self.images, 30, self.mode)
+        models = [diffrate.compress(self.model, schedule) for schedule in schedules]
+        return time_models([self.model, with_kernels(self.model), *models], self.images, 30, self.mode)
 
 
 def run(
@@ -137,13 +142,16 @@ def targets_of(
     timed: Timed, given: Sequence[diffrate.Schedule], speeds: Sequence[float], file: Path
 ) -> list[float]:
     """Milliseconds of a batch: of the schedules, and of the speeds."""
+    wanted = {"kept": [list(each.effective.merge) for each in given], "speeds": list(speeds)}
     if not file.is_file():
         whole, _, *times = timed.ms(given)
-        write_text(file, json.dumps([round(ms, 4) for ms in (*times, *(whole / speed for speed in speeds))]))
-    found: list[float] = json.loads(file.read_text(encoding="utf-8"))
-    if len(found) != len(given) + len(speeds):
-        raise DiffRateError(f"{file} has {len(found)} targets, not {len(given) + len(speeds)}")
-    return found
+        ms = [round(each, 4) for each in (*times, *(whole / speed for speed in speeds))]
+        write_text(file, json.dumps({**wanted, "ms": ms}) + "\n")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    targets: list[float] = found.pop("ms")
+    if found != wanted:
+        raise DiffRateError(f"{file} has the times of other schedules or speeds: take another --folder")
+    return targets
 
 
 def searched(

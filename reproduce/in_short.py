@@ -54,13 +54,16 @@ is read; the other methods carry theirs along, as in their papers, and are charg
 - `random` is one schedule, drawn once; what thousands of them have is in the races.
 - Intervals are 95 % each, and there are many: some of those that just miss zero do so by chance.
 - Merging by cost takes time that pruning does not. Up to 1.8 times as fast, 2,000 images cannot tell the loss of \
-the paper's schedules from that of searches in milliseconds that take as long; from twice as fast on the searches are \
-mostly ahead. On a CPU, without kernels for it, other methods are faster at the same MACs. Larger models were not \
-timed on images.
-- Part of every compressed model's speed is that of blocks after a merge, whose sums and norms are one kernel each: on \
-ViT-Ti such a block takes 1.06 ms at 193 tokens where the model's own takes 1.34 \
-([file](../results/latency_tables_vit_tiny_h200.json)). Any model could have that too. Since these times were taken, \
-blocks before the first merge have it as well, which was not timed yet.
+the paper's schedules from that of searches in milliseconds that take as long; at 2.0 (loss alone) and 2.25 times the \
+searches are ahead, at 2.5 there is no clear difference. On a CPU, without kernels for it, other methods are faster at \
+the same MACs. Larger models were not timed on images.
+- A good part of the speed of schedules that merge is not that of fewer tokens: after a merge, sums and norms are one \
+kernel each, and a block of ViT-Ti takes 1.06 ms at 193 tokens where the model's own takes 1.32. By the table of parts \
+([file](../results/latency_tables_vit_tiny_h200.json)) ViT-Ti with one token removed, and no more, takes 14.4 ms where \
+the whole takes 17.3: against a whole model with these kernels, searched schedules were about 1.04, 1.25 and 1.45 \
+times as fast. A search in milliseconds for 13.9 ms found that by itself, and merged one token in the second block. \
+Since these times were taken, blocks before the first merge have these kernels as well, and `diffrate compare` times \
+the whole model with them; neither was timed yet.
 - The times of lower resolution have the resizing of the images in them, two sizes a batch; those of ATS cannot be \
 recorded as a graph.
 - Tables of methods and speeds are of two runs, in batches of 250 and of 1,000 images in half precision, whose \
@@ -120,16 +123,15 @@ def headline(results: Row, compared: Sequence[Row], records: Records) -> str:
     others = ("published, the search's operator", "published", "tome", "evit", "resolution")
     said = [f"{shown(name)} {at[name]['points']:+.2f}" for name in others if name in at]
     fast = [
-        (row["speed"]["of_uncompressed"], with_patches_alike(each, records)) for each in compared
+        (row["speed"]["of_uncompressed"], each) for each in compared
         if each["model"] == results["model"]
         for row in each["rows"] if row["method"] == "searched" and row["budget"] == tightest and row.get("speed")
     ]  # fmt: skip
     speed = ""
     if fast:
-        times, (factor, about) = fast[0]
-        speed = f", and it runs {times:.2f} times as fast"
-        if about:
-            speed += f", {about}{factor * times:.2f} where the whole model {has_both(results)}"
+        times, timed = fast[0]
+        against = against_alike(timed, records, [times])
+        speed = f", and it runs {times:.2f} times as fast{', or ' * bool(against)}{against}"
     own = points(at["search"]) if "search" in at else "not measured"
     return (
         f"**{results['model']} at {100 * tightest / results['gmacs']:.0f} % of its MACs, its weights untouched: "
@@ -205,25 +207,43 @@ def side(row: Row) -> str:
     return BEHIND[1] if less > 0 else ALIKE
 
 
-FEATURES = {"vit_tiny_patch16_224": 192}
-
-
-def with_patches_alike(results: Row, records: Records) -> tuple[float, str]:
-    """What is left of a speed-up where the whole model has the kernels of compressed ones too, or in older files has
-    its patches cut by a product, as a factor; and whether that was measured beside it, or is an estimate from patches
-    that were timed by themselves. Without any of these, 1 and "".
+def with_patches_alike(results: Row) -> float:
+    """What is left of a speed-up where the whole model has the kernels of compressed ones too, as a factor; in older
+    files where its patches are cut by a product. Where neither was timed, 1.
     """
     whole = results["uncompressed"]
-    if beside := whole.get("speed_with_kernels") or whole.get("speed_by_product"):
-        return 1 / beside["of_uncompressed"], "or "
+    beside = whole.get("speed_with_kernels") or whole.get("speed_by_product")
+    return 1 / beside["of_uncompressed"] if beside else 1.0
+
+
+def by_table(results: Row, records: Records) -> float:
+    """What is left of that where the whole model has all other kernels too, by a table of its parts, as a factor; 1
+    where these were timed, or there is no table.
+    """
     for path, record in records.items():
-        for row in record["results"]["rows"] if path.name == "patches_h200.json" else ():
-            if (row["features"], row["dtype"]) == (FEATURES.get(results["model"]), whole["speed"]["dtype"]):
-                saved = row["embedding_by_convolution_ms"] - row["embedding_by_product_ms"]
-                return 1 - saved * whole["speed"]["batch_size"] / row["images"] / whole["speed"][
-                    "ms"
-                ], "or about "
-    return 1.0, ""
+        table = record["results"] if path.name.startswith("latency_tables_") else {}
+        if table.get("model") == results["model"] and not by_kernels(results):
+            return float(table["one_token_removed_ms"] / table["whole_ms"])
+    return 1.0
+
+
+def by_kernels(results: Row) -> bool:
+    """Whether the whole model was timed with all kernels of compressed ones too."""
+    return bool(results["uncompressed"].get("speed_with_kernels"))
+
+
+def against_alike(results: Row, records: Records, times: Sequence[float]) -> str:
+    """How many times as fast that is against a whole model that has what any model could have."""
+    patches, kernels = with_patches_alike(results), by_table(results, records)
+    if patches == 1:
+        return ""
+
+    def said(factor: float) -> str:
+        return ", ".join(f"{factor * each:.2f}" for each in times)
+
+    has = "has the same kernels" if by_kernels(results) else "gets as fast a patch embedding"
+    by_parts = f", and about {said(patches * kernels)} where it gets all kernels that need no fewer tokens"
+    return f"{said(patches)} where the whole model {has}{by_parts * (kernels < 1)}"
 
 
 def speeds(path: Path, results: Row, device: str, records: Records) -> str:
@@ -238,7 +258,7 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
     cells = [
         [said[name], *(f"{of[name, b]:.2f}" if (name, b) in of else "" for b in budgets)] for name in methods
     ]
-    cells += by_product(results, records, len(budgets))
+    cells += by_product(results, len(budgets))
     how = whole["speed"]
     return (
         f"Images per second, on an {device} ({how['mode']}, {how['dtype']}, {how['batch_size']} images a batch), as "
@@ -253,21 +273,12 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
     )
 
 
-def by_product(results: Row, records: Records, columns: int) -> Iterator[list[str]]:
+def by_product(results: Row, columns: int) -> Iterator[list[str]]:
     """A row of the whole model with the kernels of compressed ones or, before, its patches cut as theirs are."""
-    factor, about = with_patches_alike(results, records)
-    if about:
+    factor = with_patches_alike(results)
+    if factor != 1:
         has = "with our kernels" if by_kernels(results) else "its patches cut by a product"
-        yield [f"uncompressed, {has}{', about' * ('about' in about)}"] + [f"{1 / factor:.2f}"] * columns
-
-
-def by_kernels(results: Row) -> bool:
-    """Whether the whole model was timed with all kernels of compressed ones too."""
-    return bool(results["uncompressed"].get("speed_with_kernels"))
-
-
-def has_both(results: Row) -> str:
-    return "has the same kernels" if by_kernels(results) else "gets as fast a patch embedding"
+        yield [f"uncompressed, {has}"] + [f"{1 / factor:.2f}"] * columns
 
 
 def at_equal_time(records: Records) -> str:
@@ -283,6 +294,8 @@ def at_equal_time(records: Records) -> str:
                 f"{at[name]['loss_rise']:+.3f} ({at[name]['speed']:.2f})" if name in at else ""
                 for name in made
             ]
+            if not {equal_time.IN_MS, equal_time.AS_FAST} <= at.keys():
+                continue  # from a run that ended early
             to = at[equal_time.AS_FAST]["to_search"]
             low, high = to["loss_interval"]
             cells += [points(to), f"{to['loss_difference']:+.3f} [{low:+.3f}, {high:+.3f}]"]
@@ -291,29 +304,22 @@ def at_equal_time(records: Records) -> str:
         return ""
     header = ("asked for", *made, "its points to the search in ms", "its loss to it", "")
     return (
-        "At equal time: searches in milliseconds, under the default operator and under the paper's with kept norms "
-        '("by rank"), and the paper\'s schedules under its own, moved to where a measured table says that they take as '
-        "long. The rise of the loss, and how many times as fast each turned out to be:\n\n"
+        "At equal time: searches in milliseconds, under the default operator and under the paper's with weighted means "
+        'and kept norms ("by rank"), and the paper\'s schedules under its own, moved to where a measured table says '
+        "that they take as long. The rise of the loss, and how many times as fast each turned out to be:\n\n"
         f"{chr(10).join(markdown_table.lines(header, lines))}\n\n"
     )
 
 
 def patches(results: Row, records: Records) -> str:
-    """How much of the speed is that of kernels which any model could have; before, of patches cut by a product."""
-    factor, about = with_patches_alike(results, records)
+    """How much of the speed is that of kernels which any model could have."""
     its = [row["speed"]["of_uncompressed"] for row in results["rows"] if row["method"] == "searched"]
-    if not about or not its:
+    against = against_alike(results, records, its)
+    if not against or not its:
         return ""
-    together = "speed_with_kernels", "speed_by_product"
-    measured = "the same run" if results["uncompressed"].keys() & together else "patches by themselves"
-    others = (
-        " All schedules have kernels that are faster also where no token goes, which any model could have"
-        if by_kernels(results)
-        else " All of these but lower resolution cut their patches by a product, which any model could"
-    )
     return (
-        f"{others}: against a whole model that {has_both(results)}, searched schedules are "
-        f"{', '.join(f'{factor * each:.2f}' for each in its)} times as fast (by {measured}; [speed.md](speed.md))."
+        " Schedules have kernels that are faster also where no token goes, which any model could have: in multiples "
+        f"of the whole model's speed searched ones have {against} ([speed.md](speed.md))."
     )
 
 

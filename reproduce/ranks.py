@@ -10,7 +10,7 @@ import markdown_table
 
 RANDOM = 10_000  # schedules of a race that is listed
 OTHER_OPERATORS = {"operation prune": ", pruning alone", "the paper's": ", the paper's operator"}
-MIRRORED = ", mirrored"
+MIRRORED = " mirrored"
 CALIBRATION = "beyond-the-paper-how-right-the-whole-models-probabilities-are"  # the section of the evidence
 
 Records = dict[Path, dict[str, Any]]

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from test_page import ORIGIN, measured, written
 
 
@@ -117,38 +115,32 @@ def test_speeds_of_a_comparison_on_a_gpu_come_with_its_plot(load, tmp_path: Path
     assert "Images per second, on an" not in page.page(tmp_path)
 
 
-def test_what_the_patch_embedding_gives_is_said_apart(load, tmp_path: Path) -> None:
-    alike = load("in_short").with_patches_alike
+def test_what_any_model_could_have_is_said_apart(load, tmp_path: Path) -> None:
+    module = load("in_short")
     speed = {"ms": 20.0, "batch_size": 1000, "dtype": "float16"}
-    results = {"model": "vit_tiny_patch16_224", "uncompressed": {"speed": speed}}
-    assert alike(results, {}) == (1.0, "")
-    by_itself = {"features": 192, "dtype": "float16", "images": 500}
-    by_itself |= {"embedding_by_convolution_ms": 3.0, "embedding_by_product_ms": 1.0}
-    records = {
-        tmp_path / "patches_h200.json": {"results": {"rows": [{**by_itself, "features": 384}, by_itself]}}
-    }
-    assert alike(results, records) == (pytest.approx(0.8), "or about ")  # 4 of 20 ms
-    results["uncompressed"]["speed_by_product"] = {"of_uncompressed": 1.25}
-    assert alike(results, records) == (pytest.approx(0.8), "or ")
-    (beside,) = load("in_short").by_product(results, records, 2)
-    assert beside == ["uncompressed, its patches cut by a product", "1.25", "1.25"]
-    assert not list(load("in_short").by_product({**results, "uncompressed": {"speed": speed}}, {}, 2))
     rows = [{"method": "searched", "speed": {"of_uncompressed": 2.0}}]
-    said = load("in_short").patches({**results, "rows": rows}, records)
-    assert (
-        "that gets as fast a patch embedding, searched schedules are 1.60 times as fast (by the same run; "
-        in said
+    results: dict[str, Any] = {"model": "a model", "uncompressed": {"speed": speed}, "rows": rows}
+    assert module.patches(results, {}) == ""
+    assert not list(module.by_product(results, 2))
+    results["uncompressed"] |= {"speed_by_product": {"of_uncompressed": 1.25}}
+    (beside,) = module.by_product(results, 2)
+    assert beside == ["uncompressed, its patches cut by a product", "1.25", "1.25"]
+    assert " have 1.60 where the whole model gets as fast a patch embedding (" in module.patches(
+        results, {}
     )
-    whole = {"speed": speed, "speed_with_kernels": {"of_uncompressed": 1.6}}
-    results = {**results, "uncompressed": whole, "rows": rows}
-    assert alike(results, records) == (pytest.approx(0.625), "or ")
-    (beside,) = load("in_short").by_product(results, records, 1)
+    table = {"model": "a model", "one_token_removed_ms": 8.0, "whole_ms": 10.0}
+    records = {tmp_path / "latency_tables_x.json": {"results": table}}
+    said = module.patches(results, records)
+    assert (
+        "1.60 where the whole model gets as fast a patch embedding, and about 1.28 where it gets all" in said
+    )
+    others = {tmp_path / "latency_tables_x.json": {"results": {**table, "model": "another"}}}
+    assert "about" not in module.patches(results, others)
+    results["uncompressed"]["speed_with_kernels"] = {"of_uncompressed": 1.6}
+    (beside,) = module.by_product(results, 1)
     assert beside == ["uncompressed, with our kernels", "1.60"]
-    said = load("in_short").patches(results, records)
-    assert (
-        "model that has the same kernels, searched schedules are 1.25 times as fast (by the same run; "
-        in said
-    )
+    said = module.patches(results, records)
+    assert " have 1.25 where the whole model has the same kernels (" in said
 
 
 def test_speeds_on_a_cpu_are_a_sentence(load) -> None:

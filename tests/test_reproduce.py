@@ -25,6 +25,7 @@ import diffrate
 from diffrate import Operator, embedded
 from diffrate.costs import LatencyTable, TableCost
 from diffrate.costs.table import BlockTimes, Fit, Series
+from diffrate.devices import device_name
 
 
 @pytest.fixture
@@ -249,7 +250,8 @@ def a_table(operator: Operator) -> LatencyTable:
     times = BlockTimes(straight(1.0), straight(2.0), straight(0.0, 0.1), whole=1.0)
     checks = [{"predicted_ms": 11.0, "measured_ms": 10.0}, {"predicted_ms": 9.8, "measured_ms": 10.0}]
     return LatencyTable(
-        None, 12, 8, 197, 1, "x", "float32", 2, "eager", "2.8", asdict(operator), [times], [0] * 12,
+        None, 12, 8, 197, 1, device_name(torch.device("cpu")), "float32", 2, "eager", "2.8", asdict(operator),
+        [times], [0] * 12,
         straight(1.0, 0.1), 0.5, Fit(), checks,
     )  # fmt: skip
 
@@ -269,7 +271,8 @@ def test_schedules_for_a_time_are_searched_moved_timed_and_paired(
 
     monkeypatch.setattr(module.diffrate, "search", search)
     monkeypatch.setattr(module, "profile", lambda *_, operator, **__: a_table(operator))
-    (tmp_path / "targets.json").write_text("[30.0, 20.0]")
+    targets = {"kept": [list(given.effective.merge)], "speeds": [1.5], "ms": [30.0, 20.0]}
+    (tmp_path / "targets.json").write_text(json.dumps(targets))
     arguments = (small, [given], [1.5], 2, tmp_path)
     module.run(*arguments, until="tables")
     assert asked == []
@@ -293,6 +296,8 @@ def test_schedules_for_a_time_are_searched_moved_timed_and_paired(
         moved = diffrate.Schedule.from_dict(row["settings"]["schedule"])
         assert moved.operator == Operator()
         assert 0.98 * row["target_ms"] < takes(moved) <= row["target_ms"]
+    with pytest.raises(diffrate.DiffRateError, match="another batch size: 2, not 3"):
+        module.run(small, [given], [1.5], 3, tmp_path)
     with pytest.raises(diffrate.DiffRateError, match="do not reach 3 ms"):
         module.as_fast(small.model, a_table(Operator()), 3.0)
 
@@ -302,11 +307,14 @@ def takes(schedule: diffrate.Schedule) -> float:
 
 
 def test_targets_that_were_measured_for_other_schedules_are_refused(load, tmp_path: Path) -> None:
-    (tmp_path / "targets.json").write_text("[5.0, 4.0]")
-    module = load("equal_time")
-    assert module.targets_of(None, [None], [2.0], tmp_path / "targets.json") == [5.0, 4.0]
-    with pytest.raises(diffrate.DiffRateError, match="has 2 targets, not 3"):
-        module.targets_of(None, [None], [2.0, 3.0], tmp_path / "targets.json")
+    module, file = load("equal_time"), tmp_path / "targets.json"
+    schedules = [diffrate.Schedule(kept, kept) for kept in ([9, 8], [9, 7])]
+    timed = SimpleNamespace(ms=lambda given: [12.0, 11.0, *[5.00004] * len(given)])
+    assert module.targets_of(timed, schedules[:1], [2.0], file) == [5.0, 6.0]
+    assert module.targets_of(None, schedules[:1], [2.0], file) == [5.0, 6.0]
+    for given, speeds in ((schedules[1:], [2.0]), (schedules[:1], [3.0]), (schedules, [])):
+        with pytest.raises(diffrate.DiffRateError, match="other schedules or speeds"):
+            module.targets_of(None, given, speeds, file)
 
 
 def test_calibration_of_answers_that_are_right_and_of_answers_that_are_too_sure(load, small) -> None:

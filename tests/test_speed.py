@@ -56,6 +56,7 @@ def test_entrants(model):
     assert [row.name for row in fair] == [*whole, *oracle, "a"]
     assert [row.oracle for row in fair] == [None] * 5 + ["oracle slice"]
     assert fair[2].model.original is model
+    assert not fair[2].model.exactly
     assert fair[2].gmacs == diffrate.gmacs(model)
     rows = speed.entrants(model, {"a": SCHEDULE, "b": Schedule.identity(4, 17)})
     assert [(row.name, row.oracle) for row in rows] == [

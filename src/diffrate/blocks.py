@@ -20,11 +20,17 @@ from diffrate.tokens import Tokens
 
 
 def run_block(
-    backbone: Backbone, i: int, tokens: Tokens, prune: int, merge: int, operator: Operator
+    backbone: Backbone,
+    i: int,
+    tokens: Tokens,
+    prune: int,
+    merge: int,
+    operator: Operator,
+    exactly: bool = False,
 ) -> Tokens:
     """One block. Where it removes nothing and no token has a size yet, it is the model's own, untouched.
 
-    Except on a GPU, where sums and norms are one kernel.
+    Except where kernels run: there sums and norms are one, unless it has to be `exactly` the model's own.
     """
     if merge < tokens.count:
         attended, ranked = attend_and_rank(backbone, i, tokens, operator)
@@ -32,7 +38,7 @@ def run_block(
     weighed = operator.proportional and tokens.size is not None
     fast = kernels.fast(tokens, operator)
     own = not weighed and backbone.runs_whole(tokens.positions)
-    if own and not (fast and kernels.lean(tokens, backbone.norms(i))):
+    if own and (exactly or not (fast and kernels.lean(tokens, backbone.norms(i)))):
         with step("attention and MLP"):
             return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
     size, bias = (tokens.size, tokens.key_bias()) if weighed else (None, None)

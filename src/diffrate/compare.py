@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from diffrate import kernels
-from diffrate.compressed import CompressedModel, compress
+from diffrate.compressed import CompressedModel, compress, with_kernels
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError
 from diffrate.evaluate import Comparison, Evaluation, compare_evaluations, evaluate_in_turn
@@ -275,7 +275,7 @@ def _speeds(
     # What kernels do faster without removing a token, any model could have.
     if images.is_cuda or kernels.INTERPRETED:
         whole = rows[0]
-        rows.append(Entrant(WITH_KERNELS, compress(whole.model), whole.gmacs))
+        rows.append(Entrant(WITH_KERNELS, with_kernels(whole.model), whole.gmacs))
     batch = images.to(DTYPES[dtype])
     timed = largest_that_fits(lambda n: time_rows(rows, batch[:n], mode, dtype), len(batch), "what is timed")
     return {speed.name: speed for speed in timed}

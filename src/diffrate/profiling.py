@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from diffrate import graphs, kernels
 from diffrate.backbones import Backbone, Layout, backbone_of
 from diffrate.blocks import run_block, run_block_for_prefix
-from diffrate.compressed import CompressedModel, checked_operator, compress
+from diffrate.compressed import CompressedModel, checked_operator, compress, with_kernels
 from diffrate.costs.macs import MacCost
 from diffrate.costs.table import BlockTimes, Fit, LatencyTable, Series, TableCost
 from diffrate.devices import device_name, now
@@ -87,10 +87,14 @@ def profile(
         )  # fmt: skip
         say("timing whole models under several schedules")
         schedules = check_schedules(model, operator)
-        models = [compress(model, s) for s in schedules]
-        with kernels.embedding(images):  # also for the one that removes nothing: a table has one price for it
-            measured = time_models(models, images, repeats=max(10, repeats // 2), mode=mode)
+        models = [under(model, s, operator) for s in schedules]
+        measured = time_models(models, images, repeats=max(10, repeats // 2), mode=mode)
     return _fitted(table, schedules, measured)
+
+
+def under(model: nn.Module, schedule: Schedule | None, operator: Operator) -> CompressedModel:
+    """A model to be timed whole. Without a schedule it has all kernels too: a table has one price for a block."""
+    return with_kernels(model, operator) if schedule is None else compress(model, schedule)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -180,13 +184,14 @@ def held_against(
 ) -> list[dict[str, Any]]:
     """What the table says of a model under each schedule, and what it takes now; the model is on its device.
 
-    None is the whole model, which like all others cuts images into patches as compressed models do.
+    None is the whole model, with the kernels that compressed ones have.
     """
     layout, weight = backbone_of(model).layout, next(model.parameters())
     shape = (table.batch_size, layout.in_chans, *layout.img_size)
     images = torch.randn(shape, device=weight.device, dtype=weight.dtype)
-    models, cost = [compress(model, each) for each in schedules], TableCost(table)
-    with evaluating(model), kernels.embedding(images):
+    operator, cost = Operator.from_dict(table.operator), TableCost(table)
+    models = [under(model, each, operator) for each in schedules]
+    with evaluating(model):
         measured = time_models(models, images, repeats, table.mode)
     return [
         {
@@ -238,7 +243,7 @@ def _block_times(backbone: Backbone, i: int, images: Tensor, operator: Operator,
 def _last_block(backbone: Backbone, images: Tensor, operator: Operator, clock: Clock) -> Series:
     """The last block where only the prefix goes on, with its MLP."""
     i = backbone.layout.depth - 1
-    left = _removed(backbone, i, images, operator)
+    left = _removed(backbone, max(i - 1, 0), images, operator)  # with the norm that comes next
 
     def short(n: int) -> tuple[float, float]:
         tokens = left(n)
@@ -250,7 +255,7 @@ def _last_block(backbone: Backbone, images: Tensor, operator: Operator, clock: C
 def _removed(backbone: Backbone, i: int, images: Tensor, operator: Operator) -> Callable[[int], Tokens]:
     """Makes n tokens such as a removal leaves: with sizes where the operator gives them. Time knows no features.
 
-    All tokens are such as another block leaves that removes none.
+    All tokens are such as block i leaves where it removes none.
     """
     every = backbone.start(images)
     count = backbone.layout.tokens

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from diffrate import graphs, kernels, methods
 from diffrate.backbones import backbone_of
-from diffrate.compressed import checked, compress
+from diffrate.compressed import checked, compress, with_kernels
 from diffrate.costs.macs import MacCost
 from diffrate.devices import now
 from diffrate.errors import DiffRateError
@@ -130,7 +130,7 @@ def entrants(
     rows = [Entrant(UNCOMPRESSED, model, whole)]
     if products:
         rows.append(Entrant(f"{UNCOMPRESSED}{BY_PRODUCT}", PatchesByProduct(model), whole))
-        rows.append(Entrant(WITH_KERNELS, compress(model), whole))
+        rows.append(Entrant(WITH_KERNELS, with_kernels(model), whole))
     for name, schedule in schedules.items():
         gmacs = cost.of_schedule(schedule)
         oracle = ORACLE if len(schedules) == 1 else f"{ORACLE}, {name}"

@@ -12,7 +12,8 @@ from conftest import random_vit
 from diffrate import DiffRateError, Operator, Schedule, kernels
 from diffrate.backbones import backbone_of
 from diffrate.backbones.base import Attention
-from diffrate.kernels import ops, removal
+from diffrate.compressed import with_kernels
+from diffrate.kernels import ops, patches, removal
 from diffrate.mixing import mix
 from diffrate.searching.many import logits_of_many
 from diffrate.tokens import Tokens, rows, start
@@ -177,6 +178,46 @@ def test_a_norm_that_no_kernel_knows_leaves_a_block_of_many_images_to_the_model(
         ours = fast(images)
     assert len(own) == (not affine and most == 0)
     torch.testing.assert_close(ours, plain(fast, images), rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_schedule_a_model_is_the_original_to_the_bit_where_kernels_run_too(model, images):
+    own = []
+    model.blocks[0].register_forward_hook(lambda *_: own.append(1))
+    with torch.no_grad():
+        assert torch.equal(diffrate.compress(model)(images), model(images))
+    assert len(own) == 2
+
+
+def test_the_whole_model_with_all_kernels(model, images, monkeypatch):
+    """What a speed-up is held against: patches by a product, and sums and norms at once, in every block."""
+    added, add_norm, projected, project = [], ops.add_norm, [], patches.project
+    monkeypatch.setattr(ops, "add_norm", lambda *given: added.append(1) or add_norm(*given))
+    monkeypatch.setattr(patches, "project", lambda *given: projected.append(1) or project(*given))
+    model, images = model.half(), images.half()
+    whole = with_kernels(model)
+    with torch.no_grad():
+        got = whole(images)
+        assert (len(projected), len(added)) == (1, 2 * 4 - 1)  # no norm of a block comes after the last sum
+        torch.testing.assert_close(got, model(images), rtol=0.1, atol=1.0)
+    assert diffrate.gmacs(whole) == diffrate.gmacs(model)
+
+
+@pytest.mark.parametrize("trained", ["bias", "weight"])
+def test_a_norm_of_which_a_part_is_trained_gets_its_gradient(model, images, trained):
+    """Behind frozen blocks, whose tokens want none."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in (f"blocks.1.norm1.{trained}", f"blocks.2.norm2.{trained}"))
+    for path in ("auto", "plain"):
+        model.zero_grad()
+        with kernels.using(path):
+            diffrate.compress(model, Schedule([17, 17, 17, 9], [17, 17, 17, 9]))(
+                images
+            ).square().sum().backward()
+        found[path] = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    assert len(found["plain"]) == 2
+    for name, gradient in found["plain"].items():
+        torch.testing.assert_close(found["auto"][name], gradient, rtol=2e-3, atol=2e-3, msg=name)
 
 
 @pytest.mark.parametrize("dtype", HALF)

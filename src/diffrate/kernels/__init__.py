@@ -319,6 +319,7 @@ def _can_norm(norm: nn.LayerNorm, x: Tensor) -> bool:
         and norm.bias is not None
         and norm.weight.dtype == x.dtype
         and not _learns(norm.weight)
+        and not _learns(norm.bias)
         and not torch.is_autocast_enabled(x.device.type)
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diffrate.backbones import backbone_of
 from diffrate.backbones.base import Attention
-from diffrate.blocks import finish_block
+from diffrate.blocks import finish_block, run_block
 from diffrate.compressed import CompressedModel
 from diffrate.costs.macs import MacCost
 from diffrate.mixing import mix
@@ -61,12 +61,9 @@ class MethodModel(CompressedModel):
     def __init__(self, original: nn.Module) -> None:
         layout = backbone_of(original).layout
         super().__init__(original, Schedule.identity(layout.depth, layout.tokens, layout.prefix), Operator())
+        self.exactly = False
 
     def _removes_nothing(self, tokens: int) -> bool:
-        return False
-
-    @property
-    def _is_the_original(self) -> bool:
         return False
 
     def extra_repr(self) -> str:
@@ -104,7 +101,7 @@ class PolicyModel(MethodModel):
         backbone, policy = self.backbone, self.policy
         weighed = tokens.key_bias() if policy.proportional else None
         if weighed is None and not policy.removes(i) and backbone.runs_whole(tokens.positions):
-            return tokens.with_features(backbone.block(i, tokens.x, tokens.positions))
+            return run_block(backbone, i, tokens, tokens.count, tokens.count, self.operator)
         attention = backbone.open_attention(i, tokens.x, tokens.positions)
         bias = attention.logit_bias(weighed)
         attended = tokens.with_features(backbone.close_attention(i, tokens.x, mix(attention, bias)))
