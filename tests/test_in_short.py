@@ -125,9 +125,7 @@ def test_what_any_model_could_have_is_said_apart(load, tmp_path: Path) -> None:
     results["uncompressed"] |= {"speed_by_product": {"of_uncompressed": 1.25}}
     (beside,) = module.by_product(results, 2)
     assert beside == ["uncompressed, its patches cut by a product", "1.25", "1.25"]
-    assert " have 1.60 where the whole model gets as fast a patch embedding (" in module.patches(
-        results, {}
-    )
+    assert " have 1.60 where the whole model gets as fast a patch embedding (" in module.patches(results, {})
     table = {"model": "a model", "one_token_removed_ms": 8.0, "whole_ms": 10.0}
     records = {tmp_path / "latency_tables_x.json": {"results": table}}
     said = module.patches(results, records)
