@@ -130,7 +130,7 @@ def test_metrics_are_met_together_and_several_values_are_several_budgets(text, w
         ("2ms,1ms,0.8G,0.7G", "only one metric may have several values"),
         ("5mJ", "needs --hardware"),
         ("0ms", "cannot read"),
-        ("3s", "cannot read"),
+        ("3s", "cannot read .* 90mW or 5mJ"),
     ],
 )
 def test_mixes_that_cannot_be_read(text, sentence):
@@ -143,6 +143,8 @@ def test_milliseconds_need_a_cost_model():
     for text in ("2ms", "0.3G,5mJ"):
         with pytest.raises(DiffRateError, match="here it is in MACs"):
             parse_gmacs(text, 0.8)
+    with pytest.raises(DiffRateError, match=r"write it as 0\.8G \(GMACs\) or 60%$"):
+        parse_gmacs("65x", 0.8)
     with pytest.raises(DiffRateError, match="--profile-table or --hardware"):
         parse_budgets("2ms", {"gmacs": 1.0})
 

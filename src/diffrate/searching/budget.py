@@ -22,6 +22,7 @@ from diffrate.errors import DiffRateError
 from diffrate.isotonic import monotone
 from diffrate.schedule import Schedule
 
+WRITTEN = "0.8G (GMACs), 60%, 2.1ms, 90mW or 5mJ"  # any budget
 # Weight of each metric's loss where a budget is a penalty: the paper's lambdas, of which it tells that of MACs alone.
 LAMBDAS = {"gmacs": 5.0, "latency_ms": 20.0, "power_at_rate_mw": 20.0, "energy_mj": 20.0}
 
@@ -156,15 +157,17 @@ class Space:
         return tuple(counts + counts[-1:] * (self.depth - len(counts)))
 
 
-def parse_budgets(text: str, whole: Mapping[str, float]) -> list[Budget]:
+def parse_budgets(text: str, whole: Mapping[str, float], written: str = WRITTEN) -> list[Budget]:
     """Budgets of "0.8G", "60%" (of the MACs), "2.1ms", or several with commas; `whole` are the whole model's costs.
 
     Different metrics must be met together ("2.9G,37ms,90mW" is one budget); several values of one metric are several
     budgets, largest first, each with the targets of the other metrics.
+
+    written  how one may be written, for whoever wrote another thing.
     """
     values: dict[str, set[float]] = {}
     for part in text.split(","):
-        metric, value = _parse(part.strip(), whole)
+        metric, value = _parse(part.strip(), whole, written)
         values.setdefault(metric, set()).add(value)
     if sum(len(several) > 1 for several in values.values()) > 1:
         raise DiffRateError(f"cannot read the budget {text!r}: only one metric may have several values")
@@ -174,18 +177,16 @@ def parse_budgets(text: str, whole: Mapping[str, float]) -> list[Budget]:
 
 def parse_gmacs(text: str, whole: float) -> list[float]:
     """Budgets of MACs alone, largest first: "0.8G", "60%" of the `whole` model's GMACs, or several with commas."""
-    budgets = parse_budgets(text, dict.fromkeys(METRICS, whole))
+    budgets = parse_budgets(text, dict.fromkeys(METRICS, whole), "0.8G (GMACs) or 60%")
     if any(set(budget.targets) != {"gmacs"} for budget in budgets):
         raise DiffRateError(f"cannot take the budget {text!r}: here it is in MACs, such as 0.8G or 60%")
     return [budget.leading for budget in budgets]
 
 
-def _parse(text: str, whole: Mapping[str, float]) -> tuple[str, float]:
+def _parse(text: str, whole: Mapping[str, float], written: str) -> tuple[str, float]:
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(G|GMACs|M|MMACs|%|ms|mW|mJ)", text, flags=re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise DiffRateError(
-            f"cannot read the budget {text!r}: write it as 0.8G (GMACs), 60%, 2.1ms, 90mW or 5mJ"
-        )
+        raise DiffRateError(f"cannot read the budget {text!r}: write it as {written}")
     value, unit = float(match[1]), match[2].lower()
     if unit == "%":
         return "gmacs", whole["gmacs"] * value / 100
