@@ -130,7 +130,7 @@ def headline(results: Row, compared: Sequence[Row], records: Records) -> str:
     speed = ""
     if fast:
         times, timed = fast[0]
-        against = against_alike(timed, records, [times])
+        against = held_against_alike(timed, records, [times])
         speed = f", and it runs {times:.2f} times as fast{', or ' * bool(against)}{against}"
     own = points(at["search"]) if "search" in at else "not measured"
     return (
@@ -207,7 +207,7 @@ def side(row: Row) -> str:
     return BEHIND[1] if less > 0 else ALIKE
 
 
-def with_patches_alike(results: Row) -> float:
+def alike_as_timed(results: Row) -> float:
     """What is left of a speed-up where the whole model has the kernels of compressed ones too, as a factor; in older
     files where its patches are cut by a product. Where neither was timed, 1.
     """
@@ -216,32 +216,32 @@ def with_patches_alike(results: Row) -> float:
     return 1 / beside["of_uncompressed"] if beside else 1.0
 
 
-def by_table(results: Row, records: Records) -> float:
+def alike_by_table(results: Row, records: Records) -> float:
     """What is left of that where the whole model has all other kernels too, by a table of its parts, as a factor; 1
     where these were timed, or there is no table.
     """
     for path, record in records.items():
         table = record["results"] if path.name.startswith("latency_tables_") else {}
-        if table.get("model") == results["model"] and not by_kernels(results):
+        if table.get("model") == results["model"] and not kernels_were_timed(results):
             return float(table["one_token_removed_ms"] / table["whole_ms"])
     return 1.0
 
 
-def by_kernels(results: Row) -> bool:
+def kernels_were_timed(results: Row) -> bool:
     """Whether the whole model was timed with all kernels of compressed ones too."""
     return bool(results["uncompressed"].get("speed_with_kernels"))
 
 
-def against_alike(results: Row, records: Records, times: Sequence[float]) -> str:
+def held_against_alike(results: Row, records: Records, times: Sequence[float]) -> str:
     """How many times as fast that is against a whole model that has what any model could have."""
-    patches, kernels = with_patches_alike(results), by_table(results, records)
+    patches, kernels = alike_as_timed(results), alike_by_table(results, records)
     if patches == 1:
         return ""
 
     def said(factor: float) -> str:
         return ", ".join(f"{factor * each:.2f}" for each in times)
 
-    has = "has the same kernels" if by_kernels(results) else "gets as fast a patch embedding"
+    has = "has the same kernels" if kernels_were_timed(results) else "gets as fast a patch embedding"
     by_parts = f", and about {said(patches * kernels)} where it gets all kernels that need no fewer tokens"
     return f"{said(patches)} where the whole model {has}{by_parts * (kernels < 1)}"
 
@@ -258,7 +258,7 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
     cells = [
         [said[name], *(f"{of[name, b]:.2f}" if (name, b) in of else "" for b in budgets)] for name in methods
     ]
-    cells += by_product(results, len(budgets))
+    cells += alike_row(results, len(budgets))
     how = whole["speed"]
     return (
         f"Images per second, on an {device} ({how['mode']}, {how['dtype']}, {how['batch_size']} images a batch), as "
@@ -268,16 +268,16 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
         "These are times of what runs here, not of what could: schedules have kernels of ours, EViT, ToMe and the "
         "other rules run as torch has them. "
         f"Rows that no other row beats in both speed and loss: {front(rows)}."
-        f"{patches(results, records)}\n\n{at_equal_time(records)}"
+        f"{what_any_could_have(results, records)}\n\n{at_equal_time(records)}"
         f"![Accuracy against MACs, and against images per second](../results/{path.with_suffix('.png').name})"
     )
 
 
-def by_product(results: Row, columns: int) -> Iterator[list[str]]:
+def alike_row(results: Row, columns: int) -> Iterator[list[str]]:
     """A row of the whole model with the kernels of compressed ones or, before, its patches cut as theirs are."""
-    factor = with_patches_alike(results)
+    factor = alike_as_timed(results)
     if factor != 1:
-        has = "with our kernels" if by_kernels(results) else "its patches cut by a product"
+        has = "with our kernels" if kernels_were_timed(results) else "its patches cut by a product"
         yield [f"uncompressed, {has}"] + [f"{1 / factor:.2f}"] * columns
 
 
@@ -311,10 +311,10 @@ def at_equal_time(records: Records) -> str:
     )
 
 
-def patches(results: Row, records: Records) -> str:
+def what_any_could_have(results: Row, records: Records) -> str:
     """How much of the speed is that of kernels which any model could have."""
     its = [row["speed"]["of_uncompressed"] for row in results["rows"] if row["method"] == "searched"]
-    against = against_alike(results, records, its)
+    against = held_against_alike(results, records, its)
     if not against or not its:
         return ""
     return (

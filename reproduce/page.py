@@ -227,12 +227,7 @@ def measurements(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         cells = [f"{row['budget']:.3g}", with_note(row["name"], cost_note(row))]
         cells += [row.get("operator") or operator_of(row)] * named
-        cells += [f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
-        cells += [interval(row["points"], row["points_interval"], 2)]
-        cells += [interval(row["loss_rise"], row["loss_interval"], 3)]
-        if to := row.get("to_search"):
-            cells += [interval(to["points"], to["points_interval"], 2)]
-            cells += [interval(to["loss_difference"], to["loss_interval"], 3), f"{to['mcnemar_p']:.2g}"]
+        cells += effects(row)
         cells += [""] * (len(header) - timed - len(cells))
         lines.append(cells + [f"{row['search_seconds']:.0f}" if "search_seconds" in row else ""] * timed)
     yield from markdown_table.lines(header, lines)
@@ -247,14 +242,20 @@ def timings(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     lines = []
     for row in rows:
         cells = [f"{row['target_ms']:.2f} ms", row["name"], f"{row['ms']:.2f}", f"{row['speed']:.2f}"]
-        cells += [f"{row['gmacs']:.3f}", f"{row['top1']:.2f}"]
-        cells += [interval(row["points"], row["points_interval"], 2)]
-        cells += [interval(row["loss_rise"], row["loss_interval"], 3)]
-        if to := row.get("to_search"):
-            cells += [interval(to["points"], to["points_interval"], 2)]
-            cells += [interval(to["loss_difference"], to["loss_interval"], 3), f"{to['mcnemar_p']:.2g}"]
+        cells += effects(row)
         lines.append(cells + [""] * (len(header) - len(cells)))
     yield from markdown_table.lines(header, lines)
+
+
+def effects(row: dict[str, Any]) -> Iterator[str]:
+    """What a row costs, how right it is, its difference to the whole model and, if it has one, to the search."""
+    yield from (f"{row['gmacs']:.3f}", f"{row['top1']:.2f}")
+    yield interval(row["points"], row["points_interval"], 2)
+    yield interval(row["loss_rise"], row["loss_interval"], 3)
+    if to := row.get("to_search"):
+        yield interval(to["points"], to["points_interval"], 2)
+        yield interval(to["loss_difference"], to["loss_interval"], 3)
+        yield f"{to['mcnemar_p']:.2g}"
 
 
 def operator_of(row: dict[str, Any]) -> str:

@@ -155,17 +155,11 @@ def run_job(job: Job) -> dict[str, Any]:
         else:
             trained = finetune(model, tested, training, validation, folder, recipe, **options)
         tested.load_state_dict(load_file(Path(folder) / LAST))
-    gmacs = {"gmacs": diffrate.gmacs(tested)}
+    cost = {"gmacs": diffrate.gmacs(tested)}
     if decides_by_image(tested):  # and training has changed what it decides
-        gmacs = dict(
-            zip(
-                ("gmacs", "padded_gmacs"),
-                costs(tested.eval(), validation_batches(test, 1000, 0)),
-                strict=True,
-            )
-        )
+        cost["gmacs"], cost["padded_gmacs"] = costs(tested.eval(), validation_batches(test, 1000, 0))
     return {
-        "name": job.kind, "budget": job.budget, **gmacs, "seed": job.seed,
+        "name": job.kind, "budget": job.budget, **cost, "seed": job.seed,
         "epochs": len(trained.history), "of_epochs": recipe.epochs, "best_epoch": trained.epoch,
         "validation_accuracy": trained.accuracy, "test_accuracy": accuracy(tested, test),
         "seconds": trained.seconds, "images_per_second": len(training) * len(trained.history) / trained.seconds,

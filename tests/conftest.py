@@ -22,15 +22,18 @@ if not torch.cuda.is_available():
 import numpy as np
 import pytest
 import timm
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from hypothesis import settings
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import Subset
 from torch.utils.flop_counter import FlopCounterMode
 
 import diffrate
+from diffrate import embedded
 from diffrate.cli.app import main
 
 # Models here are tiny: on a busy machine, threads that wait for each other cost far more than they save.
@@ -227,3 +230,20 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         pytest.skip("reproduce/ and docs/ are part of a checkout, not of the package")
     monkeypatch.syspath_prepend(str(REPRODUCE))
     return importlib.import_module
+
+
+@pytest.fixture
+def small(load, tmp_path: Path) -> object:
+    """What a file of reproduce/ works on: 12 blocks and 197 tokens, as published schedules need, but narrow and
+    untrained; 12 images.
+    """
+    torch.manual_seed(0)
+    shape = {"img_size": 28, "patch_size": 2, "in_chans": 1, "embed_dim": 8, "num_heads": 1, "depth": 12}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **shape).eval()
+    images, labels = embedded.images("test")
+    val = [(embedded.normalise(images[i : i + 6, None]), labels[i : i + 6]) for i in (0, 6)]
+    data = Subset(embedded.dataset("search"), range(20))
+    budgets = [0.6 * diffrate.gmacs(model)]
+    return load("setting").Setting(
+        "small", model, val, (data, data), Accelerator(cpu=True), budgets, 1, 4, 0, tmp_path / "rows.json"
+    )

@@ -120,24 +120,26 @@ def test_what_any_model_could_have_is_said_apart(load, tmp_path: Path) -> None:
     speed = {"ms": 20.0, "batch_size": 1000, "dtype": "float16"}
     rows = [{"method": "searched", "speed": {"of_uncompressed": 2.0}}]
     results: dict[str, Any] = {"model": "a model", "uncompressed": {"speed": speed}, "rows": rows}
-    assert module.patches(results, {}) == ""
-    assert not list(module.by_product(results, 2))
+    assert module.what_any_could_have(results, {}) == ""
+    assert not list(module.alike_row(results, 2))
     results["uncompressed"] |= {"speed_by_product": {"of_uncompressed": 1.25}}
-    (beside,) = module.by_product(results, 2)
+    (beside,) = module.alike_row(results, 2)
     assert beside == ["uncompressed, its patches cut by a product", "1.25", "1.25"]
-    assert " have 1.60 where the whole model gets as fast a patch embedding (" in module.patches(results, {})
+    assert " have 1.60 where the whole model gets as fast a patch embedding (" in module.what_any_could_have(
+        results, {}
+    )
     table = {"model": "a model", "one_token_removed_ms": 8.0, "whole_ms": 10.0}
     records = {tmp_path / "latency_tables_x.json": {"results": table}}
-    said = module.patches(results, records)
+    said = module.what_any_could_have(results, records)
     assert (
         "1.60 where the whole model gets as fast a patch embedding, and about 1.28 where it gets all" in said
     )
     others = {tmp_path / "latency_tables_x.json": {"results": {**table, "model": "another"}}}
-    assert "about" not in module.patches(results, others)
+    assert "about" not in module.what_any_could_have(results, others)
     results["uncompressed"]["speed_with_kernels"] = {"of_uncompressed": 1.6}
-    (beside,) = module.by_product(results, 1)
+    (beside,) = module.alike_row(results, 1)
     assert beside == ["uncompressed, with our kernels", "1.60"]
-    said = module.patches(results, records)
+    said = module.what_any_could_have(results, records)
     assert " have 1.25 where the whole model has the same kernels (" in said
 
 

@@ -281,7 +281,7 @@ def _removed(backbone: Backbone, i: int, images: Tensor, operator: Operator) -> 
 
 
 def after_pruning(before: int, keep: int, operator: Operator) -> int:
-    """How many tokens pruning leaves in what is timed: where the operator merges too, every other one is merged."""
+    """How many tokens pruning leaves in what is timed: where the operator merges too, half of what goes is merged."""
     return keep + (before - keep + 1) // 2 if operator.splits else keep
 
 
