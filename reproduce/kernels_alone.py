@@ -6,17 +6,20 @@ python reproduce/speed.py --only kernels --no-profile --json results/kernels_h20
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from diffrate import kernels
 from diffrate.backbones.base import Attention
+from diffrate.compressed import with_kernels
 from diffrate.devices import now
 from diffrate.kernels import ops
 from diffrate.kernels.patches import project
@@ -93,7 +96,28 @@ def checks(device: torch.device, dtypes: list[torch.dtype]) -> Iterator[str]:
                 assert errors["norm of a sum"] < 4 * tolerance, errors
                 shown = "  ".join(f"{key} {value:.1e}" for key, value in errors.items())
                 yield f"ok {str(dtype)[6:]} {(b, heads, n, d, c)} sizes={size is not None}: {shown}"
+        yield from whole_models(device, dtype)
     kernels.INTERPRETED = False
+
+
+@torch.no_grad()
+def whole_models(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """Uncompressed models with all kernels, which must be about as near to themselves in fp64 as they are without."""
+    names, least = ("vit_tiny_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224"), {}
+    if device.type != "cuda":
+        names, least = names[:1], {"img_size": 64, "depth": 2}
+    for name in names:
+        torch.manual_seed(0)
+        model = timm.create_model(name, **least).eval().to(device)
+        images = torch.randn(8, 3, *model.patch_embed.img_size, device=device)
+        wanted = copy.deepcopy(model).double()(images.double())
+        model, images = model.to(dtype), images.to(dtype)
+        own, ours = (
+            ((made(images).double() - wanted).norm() / wanted.norm()).item()
+            for made in (model, with_kernels(model))
+        )
+        assert ours < 1.5 * own + 1e-6, (name, dtype, own, ours)
+        yield f"ok {str(dtype)[6:]} {name}: off by {ours:.1e} with kernels, {own:.1e} without"
 
 
 def reduction_error(
