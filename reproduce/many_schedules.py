@@ -35,7 +35,8 @@ MEASURES = (
     "divergence",
 )  # the negative log-likelihood, and the distance from what the whole model answers
 
-Given = tuple[nn.Module, Tensor, Tensor, Tensor]  # model, images, labels, and what the whole model answers
+# A model, images, labels, and the views of an image, each with what the whole model answers.
+Given = tuple[nn.Module, Tensor, Tensor, dict[bool, Tensor]]
 _mine: Given  # of a process
 _portions = Portions("the race")  # processes share the memory of a GPU
 
@@ -44,14 +45,22 @@ class ManySchedules:
     """A model on images, tried under schedules in `workers` processes; without any, in this one.
 
     On a GPU in half precision.
+
+    both_views  an image counts by the mean of it and its mirror image.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor, workers: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, images: Tensor, labels: Tensor, workers: int = 0, both_views: bool = False
+    ) -> None:
         if images.is_cuda:
             model, images = copy.deepcopy(model).half(), images.half()
+
+        def answers(mirrored: bool) -> Tensor:
+            return torch.cat([main_output(model(_seen(some, mirrored))).float() for some in _passes(images)])
+
         with torch.inference_mode():
-            answers = torch.cat([main_output(model(some)).float() for some in _passes(images)])
-        self.given: Given = model, images, labels, answers
+            views = {mirrored: answers(mirrored) for mirrored in (False, True)[: 1 + both_views]}
+        self.given: Given = model, images, labels, views
         self.images, self.device, self.workers = len(images), images.device, workers
         self.resources = ExitStack()
         self.pool: ProcessPoolExecutor | None = None
@@ -91,18 +100,26 @@ def _my_each(schedules: Sequence[diffrate.Schedule], part: slice) -> np.ndarray:
 
 @torch.inference_mode()
 def _each(given: Given, schedules: Sequence[diffrate.Schedule], part: slice) -> np.ndarray:
-    model, images, labels, whole = given
+    model, images, labels, views = given
     backbone = backbone_of(model)
 
     def forward(some: Tensor) -> Tensor:
         return logits_of_many(backbone, some, schedules).float().transpose(0, 1)
 
-    found = []
-    for some, right, wanted in zip(*map(_passes, (images[part], labels[part], whole[part])), strict=True):
+    def measured(some: Tensor, right: Tensor, wanted: Tensor) -> Tensor:
         answers = _portions.joined(forward, some).transpose(0, 1)  # (S, b, classes)
         loss = F.cross_entropy(answers.transpose(1, 2), right.expand(len(schedules), -1), reduction="none")
-        found.append(torch.stack([loss, kl(wanted, answers)], dim=1).double().cpu())
-    return torch.cat(found, dim=-1).numpy()
+        return torch.stack([loss, kl(wanted, answers)], dim=1).double().cpu()
+
+    total = torch.zeros(())
+    for mirrored, whole in views.items():
+        passes = zip(*map(_passes, (images[part], labels[part], whole[part])), strict=True)
+        total = total + torch.cat([measured(_seen(some, mirrored), *rest) for some, *rest in passes], dim=-1)
+    return (total / len(views)).numpy()
+
+
+def _seen(images: Tensor, mirrored: bool) -> Tensor:
+    return images.flip(-1) if mirrored else images
 
 
 def _passes(values: Tensor) -> tuple[Tensor, ...]:

@@ -200,13 +200,13 @@ def run(
     seeds: int = 1,
     control: bool = True,
     operation: str = "merge",
-    mirrored: bool = False,
+    both_views: bool = False,
 ) -> None:
     """A race at each budget, the tightest first: against schedules that are `given` for it, or searched for here.
 
-    control    race the paper's counts too.
-    operation  how searches and random ones remove tokens.
-    mirrored   race on the mirror images: as many others, of which other schedules are ahead by chance.
+    control     race the paper's counts too.
+    operation   how searches and random ones remove tokens.
+    both_views  an image counts by the mean of it and its mirror image: of one alone more is chance.
     """
     if runners is None:
         runners = RUNNERS if setting.device.type == "cuda" else 0
@@ -214,17 +214,15 @@ def run(
         if all(off_budget(cost, budget) for budget in setting.budgets):
             asked = " or ".join(f"{budget:g}" for budget in setting.budgets)
             raise DiffRateError(f"a schedule costs {cost:.4f} GMACs, not {asked}")
-    title = f"Schedule comparison, {count:,} random ones{', on mirror images' * mirrored}"
+    title = f"Schedule comparison, {count:,} random ones{', on images and mirror images' * both_views}"
     table = Table(setting, "schedule_comparison", title, PAPER)
     images, labels = (torch.cat(parts) for parts in zip(*setting.val, strict=True))
-    if mirrored:
-        images = images.flip(-1)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(images.device)
-    with ManySchedules(setting.model, images[order], labels[order], runners) as many:
+    with ManySchedules(setting.model, images[order], labels[order], runners, both_views) as many:
         for budget in sorted(setting.budgets):
             found = [each for each in given if not off_budget(diffrate.gmacs(setting.model, each), budget)]
             found = found or searched(setting, budget, seeds, OPERATORS[operation])
-            at_budget(table, many, budget, found, count, control, mirrored)
+            at_budget(table, many, budget, found, count, control, both_views)
 
 
 def searched(
@@ -243,7 +241,7 @@ def at_budget(
     found: Sequence[diffrate.Schedule],
     count: int,
     control: bool,
-    mirrored: bool = False,
+    both_views: bool = False,
 ) -> None:
     """The schedules found and simple ones, and then the race."""
     setting, operator = table.setting, found[0].operator
@@ -285,7 +283,7 @@ def at_budget(
                 audited_better=after_all[i][j],
                 most_missed=most_missed(len(result.out), audited, after_all[i][j]),
                 complete=result.complete,
-                mirrored=mirrored,
+                both_views=both_views,
                 seconds=seconds,
                 runners=many.workers,
                 entered=result.entered,
@@ -342,9 +340,9 @@ def main() -> None:
         help="how searches here, and the random schedules, remove tokens",
     )
     flags.add_argument(
-        "--mirrored",
+        "--both-views",
         action="store_true",
-        help="race on the mirror images: who is ahead by chance is another one there",
+        help="an image counts by the mean of it and its mirror image: less of a rank is chance; twice the work",
     )
     flags.add_argument("--runners", type=int, help=f"processes that evaluate; {RUNNERS} on a GPU without it")
     arguments = flags.parse_args()
@@ -360,7 +358,7 @@ def main() -> None:
             arguments.seeds,
             arguments.control,
             arguments.operation,
-            arguments.mirrored,
+            arguments.both_views,
         )
 
 

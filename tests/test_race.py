@@ -155,25 +155,26 @@ def test_schedules_that_are_given_race_at_their_own_budget_and_others_are_search
         module.run(setting, 3, [tight])
 
 
-def test_a_mirrored_race_is_run_on_the_mirror_image_of_every_image(
-    load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_counts_by_the_mean_of_both_views(load, monkeypatch: pytest.MonkeyPatch) -> None:
     module, model = load("schedule_comparison"), random_vit(depth=4)
-    given = random_schedules(model, 0.6 * diffrate.gmacs(model), [0])
+    given = random_schedules(model, 0.6 * diffrate.gmacs(model), [0, 1])
     seen = []
-    monkeypatch.setattr(module, "at_budget", lambda *a: seen.append((a[1].given, a[6])))
-    images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
-    setting = Namespace(
-        budgets=[0.6 * diffrate.gmacs(model)], model=model, device=torch.device("cpu"), tables={},
-        val=[(images[:3], labels[:3]), (images[3:], labels[3:])],
-    )  # fmt: skip
-    module.run(setting, 3, given)
-    module.run(setting, 3, given, mirrored=True)
-    ((_, plain, labels_of_plain, _), no), ((_, turned, labels_of_turned, _), yes) = seen
-    assert (no, yes) == (False, True)
-    torch.testing.assert_close(plain, images[labels_of_plain])
-    torch.testing.assert_close(turned, images[labels_of_turned].flip(-1))
-    assert sorted(labels_of_turned.tolist()) == labels.tolist()
+    monkeypatch.setattr(module, "at_budget", lambda *a: seen.append((a[1].each(given, slice(0, 3)), a[6])))
+    images, labels = torch.randn(4, 3, 32, 32), torch.randint(7, (4,))
+
+    def raced(images: torch.Tensor, both_views: bool) -> torch.Tensor:
+        setting = Namespace(
+            budgets=[0.6 * diffrate.gmacs(model)], model=model, device=torch.device("cpu"), tables={},
+            val=[(images[:3], labels[:3]), (images[3:], labels[3:])],
+        )  # fmt: skip
+        module.run(setting, 3, given, both_views=both_views)
+        found, told = seen.pop()
+        assert told is both_views
+        return found
+
+    plain, mirrored = raced(images, False), raced(images.flip(-1), False)
+    assert not torch.allclose(plain, mirrored, atol=1e-4)
+    torch.testing.assert_close(raced(images, True), (plain + mirrored) / 2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("control", [True, False])
