@@ -15,6 +15,7 @@ import markdown_table
 import ranks
 
 from diffrate.methods import METHODS
+from diffrate.speed import WITH_KERNELS
 
 TERMS = "beyond-the-paper-table-1-at-equal-terms-in-the-last-block"
 
@@ -53,17 +54,13 @@ over, have more top-1 than a search and a higher loss too ([transfer](evidence.m
 is read; the other methods carry theirs along, as in their papers, and are charged for it.
 - `random` is one schedule, drawn once; what thousands of them have is in the races.
 - Intervals are 95 % each, and there are many: some of those that just miss zero do so by chance.
-- Merging by cost takes time that pruning does not. Up to 1.8 times as fast, 2,000 images cannot tell the loss of \
-the paper's schedules from that of searches in milliseconds that take as long; at 2.0 (loss alone) and 2.25 times the \
-searches are ahead, at 2.5 there is no clear difference. On a CPU, without kernels for it, other methods are faster at \
-the same MACs. Larger models were not timed on images.
-- A good part of the speed of schedules that merge is not that of fewer tokens: after a merge, sums and norms are one \
-kernel each, and a block of ViT-Ti takes 1.06 ms at 193 tokens where the model's own takes 1.32. By the table of parts \
-([file](../results/latency_tables_vit_tiny_h200.json)) ViT-Ti with one token removed, and no more, takes 14.4 ms where \
-the whole takes 17.3: against a whole model with these kernels, searched schedules were about 1.04, 1.25 and 1.45 \
-times as fast. A search in milliseconds for 13.9 ms found that by itself, and merged one token in the second block. \
-Since these times were taken, blocks before the first merge have these kernels as well, and `diffrate compare` times \
-the whole model with them; neither was timed yet.
+- Merging by cost takes time that pruning does not, so that equal MACs are not equal time; the table at equal time \
+holds searches in milliseconds against the paper's schedules. On a CPU, without kernels for it, other methods are \
+faster at the same MACs. Larger models were not timed on images.
+- A good part of the speed on a GPU is that of kernels, not of fewer tokens: the whole ViT-Ti with them is faster than \
+any rival that runs as torch has it, but for EViT. Where a search in milliseconds is asked for no more than that, it \
+removes nothing. Of larger models the part is smaller in large batches and larger for single images, for which the \
+paper's schedules of DeiT-B and ViT-L are slower than kernels alone ([speed.md](speed.md)).
 - The times of lower resolution have the resizing of the images in them, two sizes a batch; those of ATS cannot be \
 recorded as a graph.
 - Tables of methods and speeds are of two runs, in batches of 250 and of 1,000 images in half precision, whose \
@@ -79,7 +76,7 @@ def lines(records: Records, with_table: Callable[[Records, str], list[tuple[Path
     if not found:
         return
     compared = timed_on_gpu(records)
-    yield headline(found[0][1]["results"], [record["results"] for record in compared.values()], records)
+    yield headline(found[0][1]["results"], [record["results"] for record in compared.values()])
     yield TABLE
     uncharged = {
         record["results"]["model"]: record["results"] for _, record in with_table(records, "last_block")
@@ -115,7 +112,7 @@ def timed_on_gpu(records: Records) -> Records:
     }  # fmt: skip
 
 
-def headline(results: Row, compared: Sequence[Row], records: Records) -> str:
+def headline(results: Row, compared: Sequence[Row]) -> str:
     """What the search loses at the tightest budget, how fast it is there, and what a few others lose."""
     rows = measured(results)
     tightest = min(row["budget"] for row in rows)
@@ -130,7 +127,7 @@ def headline(results: Row, compared: Sequence[Row], records: Records) -> str:
     speed = ""
     if fast:
         times, timed = fast[0]
-        against = held_against_alike(timed, records, [times])
+        against = held_against_alike(timed, [times])
         speed = f", and it runs {times:.2f} times as fast{', or ' * bool(against)}{against}"
     own = points(at["search"]) if "search" in at else "not measured"
     return (
@@ -207,43 +204,13 @@ def side(row: Row) -> str:
     return BEHIND[1] if less > 0 else ALIKE
 
 
-def alike_as_timed(results: Row) -> float:
-    """What is left of a speed-up where the whole model has the kernels of compressed ones too, as a factor; in older
-    files where its patches are cut by a product. Where neither was timed, 1.
-    """
-    whole = results["uncompressed"]
-    beside = whole.get("speed_with_kernels") or whole.get("speed_by_product")
-    return 1 / beside["of_uncompressed"] if beside else 1.0
-
-
-def alike_by_table(results: Row, records: Records) -> float:
-    """What is left of that where the whole model has all other kernels too, by a table of its parts, as a factor; 1
-    where these were timed, or there is no table.
-    """
-    for path, record in records.items():
-        table = record["results"] if path.name.startswith("latency_tables_") else {}
-        if table.get("model") == results["model"] and not kernels_were_timed(results):
-            return float(table["one_token_removed_ms"] / table["whole_ms"])
-    return 1.0
-
-
-def kernels_were_timed(results: Row) -> bool:
-    """Whether the whole model was timed with all kernels of compressed ones too."""
-    return bool(results["uncompressed"].get("speed_with_kernels"))
-
-
-def held_against_alike(results: Row, records: Records, times: Sequence[float]) -> str:
-    """How many times as fast that is against a whole model that has what any model could have."""
-    patches, kernels = alike_as_timed(results), alike_by_table(results, records)
-    if patches == 1:
+def held_against_alike(results: Row, times: Sequence[float]) -> str:
+    """How many times as fast that is against a whole model that has the kernels of compressed ones; "" if not timed."""
+    beside = results["uncompressed"].get("speed_with_kernels")
+    if not beside:
         return ""
-
-    def said(factor: float) -> str:
-        return ", ".join(f"{factor * each:.2f}" for each in times)
-
-    has = "has the same kernels" if kernels_were_timed(results) else "gets as fast a patch embedding"
-    by_parts = f", and about {said(patches * kernels)} where it gets all kernels that need no fewer tokens"
-    return f"{said(patches)} where the whole model {has}{by_parts * (kernels < 1)}"
+    said = ", ".join(f"{each / beside['of_uncompressed']:.2f}" for each in times)
+    return f"{said} where the whole model has the same kernels"
 
 
 def speeds(path: Path, results: Row, device: str, records: Records) -> str:
@@ -268,17 +235,15 @@ def speeds(path: Path, results: Row, device: str, records: Records) -> str:
         "These are times of what runs here, not of what could: schedules have kernels of ours, EViT, ToMe and the "
         "other rules run as torch has them. "
         f"Rows that no other row beats in both speed and loss: {front(rows)}."
-        f"{what_any_could_have(results, records)}\n\n{at_equal_time(records)}"
+        f"{what_any_could_have(results)}\n\n{at_equal_time(records)}"
         f"![Accuracy against MACs, and against images per second](../results/{path.with_suffix('.png').name})"
     )
 
 
 def alike_row(results: Row, columns: int) -> Iterator[list[str]]:
-    """A row of the whole model with the kernels of compressed ones or, before, its patches cut as theirs are."""
-    factor = alike_as_timed(results)
-    if factor != 1:
-        has = "with our kernels" if kernels_were_timed(results) else "its patches cut by a product"
-        yield [f"uncompressed, {has}"] + [f"{1 / factor:.2f}"] * columns
+    """A row of the whole model with the kernels of compressed ones, where that was timed."""
+    if beside := results["uncompressed"].get("speed_with_kernels"):
+        yield [WITH_KERNELS] + [f"{beside['of_uncompressed']:.2f}"] * columns
 
 
 def at_equal_time(records: Records) -> str:
@@ -311,15 +276,16 @@ def at_equal_time(records: Records) -> str:
     )
 
 
-def what_any_could_have(results: Row, records: Records) -> str:
+def what_any_could_have(results: Row) -> str:
     """How much of the speed is that of kernels which any model could have."""
     its = [row["speed"]["of_uncompressed"] for row in results["rows"] if row["method"] == "searched"]
-    against = held_against_alike(results, records, its)
+    against = held_against_alike(results, its)
     if not against or not its:
         return ""
     return (
-        " Schedules have kernels that are faster also where no token goes, which any model could have: in multiples "
-        f"of the whole model's speed searched ones have {against} ([speed.md](speed.md))."
+        " Schedules have kernels that are faster also where no token goes, which any model can have "
+        f"(`diffrate.with_kernels`): in multiples of the whole model's speed searched ones have {against} "
+        "([speed.md](speed.md))."
     )
 
 

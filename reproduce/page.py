@@ -303,7 +303,10 @@ def went(row: dict[str, Any]) -> str:
     """How far a race went, in words."""
     parts = [f"{some:,} saw {images:,}" for some, images in zip(row["entered"], row["images"], strict=True)]
     early = "" if row["complete"] else " Time ended it before the last image."
-    early += " On mirror images; the rows above are of the images as they are." * row.get("mirrored", False)
+    if row.get("both_views", False):
+        early += (
+            " An image counts by the mean of it and its mirror image here, and as it is in the rows above."
+        )
     where = f"Schedules and images at {row['budget']:.3g} GMACs"
     return f"{where}: {', '.join(parts)}. {row['seconds']:.0f} s, {row['runners']} processes.{early}"
 

@@ -25,13 +25,20 @@ def test_a_table_has_one_line_a_schedule(speed_table):
     ]  # fmt: skip
     record = {"command": "c", "device": "d", "torch": "t", "commit": "0" * 40, "results": {"rows": rows}}
     lines = speed_table["table"](record, "speed_x.json").splitlines()
-    assert lines[2] == "| m | 2.0 | float16 | 8 | eager | 1,900 | 2,000 | 0.950 | 1.90 |"
+    assert lines[2] == "| m | 2.0 | float16 | 8 | eager | 1,900 | 2,000 | 0.950 | 1.90 | |"
     assert sum("| m |" in line for line in lines) == 1
     assert "results/speed_x.json" in lines[-1]
+    with_kernels = {**rows[0], "name": "uncompressed, with our kernels", "of_uncompressed": 1.25}
+    record["results"]["rows"] = [rows[0], with_kernels, *rows[1:3], *rows[:3]]
+    lines = [line for line in speed_table["table"](record, "speed_x.json").splitlines() if "| m |" in line]
+    assert [line.rpartition("0.950 ")[2] for line in lines] == [
+        "| 1.90 | 1.52 |",
+        "| 1.90 | |",
+    ]  # of its own run alone
     fused = {**rows[2], "mode": "compiled"}
     record["results"]["rows"] = [*rows, fused, {**fused, "dtype": "bfloat16"}]
     short = speed_table["table"](record, "speed_x.json", short=True).splitlines()
-    assert [line for line in short if "| m |" in line] == [lines[2].replace("eager", "compiled")]
+    assert [line for line in short if "| m |" in line] == [lines[-1].replace("eager", "compiled")]
 
 
 def test_a_page_keeps_all_but_its_table(speed_table):

@@ -1,6 +1,6 @@
 """diffrate: learned token compression that makes vision transformers faster."""
 
-from diffrate.compressed import CompressedModel, compress
+from diffrate.compressed import CompressedModel, compress, with_kernels
 from diffrate.costs.macs import gmacs
 from diffrate.errors import DiffRateError, UnsupportedModelError
 from diffrate.exporting import export
@@ -36,4 +36,5 @@ __all__ = [
     "save",
     "search",
     "visualize",
+    "with_kernels",
 ]

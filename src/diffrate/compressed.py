@@ -79,7 +79,10 @@ def compress(
 
 
 def with_kernels(model: nn.Module, operator: Operator | None = None) -> CompressedModel:
-    """The uncompressed model with all that makes compressed ones faster on a GPU but for fewer tokens, to time it."""
+    """The whole model, no token removed, with all else that makes compressed ones faster on a GPU.
+
+    Its answers are the model's own to within rounding. What fewer tokens are worth shows against its time.
+    """
     layout = backbone_of(model).layout
     whole = Schedule.identity(layout.depth, layout.tokens, layout.prefix)
     made = compress(model, replace(whole, operator=operator or whole.operator))
