@@ -55,7 +55,7 @@ have a lower loss, and 1, 2 and 1 a lower divergence; at 1.0, of 2,000, it is 9,
         --json results/reproduce_embedded_schedule_comparison_prune_h200.json
     python reproduce/schedule_comparison.py --random 10000 --seeds 3 --model vit_tiny_patch16_224 \\
         --checkpoint vit_tiny_patch16_224.safetensors --data-dir imagenet --crop-pct 1.0 --budgets 1.0G,0.81G,0.655G \\
-        --json results/reproduce_vit_tiny_schedule_comparison_h200.json
+        --json results/reproduce_vit_tiny_schedule_comparison_h200.json  # and with --both-views
 """
 
 from __future__ import annotations

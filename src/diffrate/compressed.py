@@ -79,9 +79,9 @@ def compress(
 
 
 def with_kernels(model: nn.Module, operator: Operator | None = None) -> CompressedModel:
-    """The whole model, no token removed, with all else that makes compressed ones faster on a GPU.
+    """The whole model, every token kept in every block, with the kernels that compressed ones have on a GPU.
 
-    Its answers are the model's own to within rounding. What fewer tokens are worth shows against its time.
+    Its answers are the model's own to within rounding. What a schedule is worth shows against its time.
     """
     layout = backbone_of(model).layout
     whole = Schedule.identity(layout.depth, layout.tokens, layout.prefix)
