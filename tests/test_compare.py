@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,13 @@ def test_the_plot_has_accuracy_against_cost_and_speed(
     assert (
         len({line.get_marker() for drawn in lines.values() for line in (each.lines[0] for each in drawn)}) > 1
     )
+    assert compared.with_kernels is None
+    assert "uncompressed" in speed.get_legend_handles_labels()[1]
+    beside = replace(compared, with_kernels=replace(compared.speed, images_per_second=123.0))
+    cost, speed = accuracy_figure(beside.to_dict()).axes
+    stars = {line.get_label(): line.get_data() for line in speed.get_lines()}
+    assert stars["uncompressed, with our kernels"] == ([123.0], [compared.whole.top1])
+    assert "uncompressed, with our kernels" not in cost.get_legend_handles_labels()[1]
 
 
 def test_adaptive_cost_is_the_mean_over_the_evaluated_images(model: nn.Module, loader) -> None:
