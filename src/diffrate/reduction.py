@@ -140,10 +140,14 @@ def merging_loss(x: Tensor, importance: Tensor, floor: float) -> Tensor:
     ignores still serves the other tokens, and in some models it ignores most.
     """
     weight = importance + floor * importance.mean(dim=-1, keepdim=True)
-    place = torch.arange(x.shape[1], device=x.device)
-    ours, theirs = importance.unsqueeze(2), importance.unsqueeze(1)
-    above = (theirs > ours) | ((theirs == ours) & (place[None] < place[:, None]))
-    nearest = cosine(x, x).masked_fill(~above, float("-inf")).amax(dim=-1)
+    # In order of importance those above a token are those before it: one addition in the product leaves out the others.
+    order = importance.argsort(dim=-1, descending=True, stable=True)
+    images, count = importance.shape
+    others = torch.full((count, count), float("-inf"), device=x.device).triu().expand(images, -1, -1)
+    with full_precision(x.device):
+        u = F.normalize(take(x.float().clamp(-MOST, MOST), order), dim=-1)
+        nearest = torch.baddbmm(others, u, u.transpose(1, 2)).amax(dim=-1)
+    nearest = nearest.gather(1, order.argsort(dim=-1))
     return torch.where(nearest.isfinite(), weight * (1 - nearest), float("inf"))
 
 
