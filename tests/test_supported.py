@@ -38,7 +38,11 @@ def test_what_would_be_compressed():
     found = compressible(model, "deit_tiny_patch16_224")
     assert (found.depth, found.tokens, found.prefix, found.blocks) == (12, 197, 1, (2, 12))
     assert found.importance == "class-attention"
-    assert found.published == [0.6, 0.7, 0.8, 0.9, 1.0]
+    assert (found.published, found.borrowed_from) == ([0.6, 0.7, 0.8, 0.9, 1.0], None)
+    borrowed = compressible(timm.create_model("vit_tiny_patch16_224"), "vit_tiny_patch16_224")
+    assert (borrowed.published, borrowed.borrowed_from) == (found.published, "ViT-T-DeiT")
+    other = compressible(timm.create_model("vit_tiny_patch16_224", depth=6), "vit_tiny_patch16_224")
+    assert (other.published, other.borrowed_from) == ([], None)
     assert found.gmacs == pytest.approx(1.26, abs=0.01)  # the paper: 1.3
     # Two tokens from the second block on, one after the last: what the first block costs, and little else.
     width, first = 192, 197
@@ -59,6 +63,7 @@ def test_command(diffrate_cli, tmp_path):
     path = tmp_path / "one.json"
     one = diffrate_cli("models", "--model", "vit_tiny_patch16_224", "--json", path)
     assert "blocks 2 to 12 of 12" in one.out
+    assert "0.6, 0.7, 0.8, 0.9, 1 (of ViT-T-DeiT, a model of the same shape)" in one.out
     assert json.loads(path.read_text())["results"]["tokens"] == 197
     check_refused(diffrate_cli("models", "--model", "swin_tiny_patch4_window7_224"), "swin_tiny.*windows")
     check_refused(diffrate_cli("models", "--model", "no_such_model"), "timm knows no model")

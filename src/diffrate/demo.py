@@ -35,7 +35,6 @@ IMAGES = 1000  # of the 2,000 test images: what two slow cores manage in a minut
 SEARCH = {"steps": 36, "batch_size": 16, "checks": 4}  # under a minute on two slow cores
 BATCH_SIZE = 50
 PICTURED = 6  # images in the picture
-NAME = "Fashion-MNIST ViT"  # of the embedded model
 
 
 def demo(
@@ -71,7 +70,7 @@ def demo(
         BUDGET,
         seed=seed,
         output=output,
-        name=NAME,
+        name=embedded.NAME,
         command=command,
         **settings,
     )
@@ -110,7 +109,7 @@ def _clear(output: Path) -> None:
         return
     except (OSError, ValueError):
         config = None
-    if not isinstance(config, dict) or config.get("model") != NAME:
+    if not isinstance(config, dict) or config.get("model") != embedded.NAME:
         raise DiffRateError(f"{output} holds a search that is not the demo's: choose another folder")
     for name in ("config.json", "state.json", measured.MEASURED):
         (output / name).unlink(missing_ok=True)

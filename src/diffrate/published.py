@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from diffrate.backbones import backbone_of
+from diffrate.backbones import Layout, backbone_of
 from diffrate.costs.macs import gmacs as gmacs_of
 from diffrate.errors import DiffRateError
 from diffrate.operator import Operator
@@ -125,27 +125,34 @@ def by_name(model: str, gmacs: float) -> Schedule:
 def for_model(model: nn.Module, name: str, gmacs: float) -> tuple[Schedule, str | None]:
     """The schedule for a built model, by its name or, failing that, by its shape, and a note where it is borrowed."""
     layout = backbone_of(model).layout
-    shape = (layout.depth, layout.tokens, layout.dim)
-    same_shape = [f for f in FAMILIES if (f.depth, f.tokens, f.dim) == shape]
-    named = [f for f in same_shape if any(name == m or name.startswith(m + ".") for m in f.models)]
-    pooled_alike = [f for f in same_shape if f.mean_pooled == layout.mean_pooled]
-    families = named or pooled_alike or same_shape
-    families = [f for f in families if f.prefix == layout.prefix]
-    if not families:
+    family, borrowed = family_of(layout, name)
+    if family is None:
         shapes = "; ".join(f"{f.name}: {f.depth} blocks, {f.tokens} tokens, width {f.dim}" for f in FAMILIES)
         raise DiffRateError(
             f"no published schedule fits {name!r} ({layout.depth} blocks, {layout.tokens} tokens, width {layout.dim}); "
             f"published are {shapes}"
         )
-    schedule = _schedule(families[0], gmacs, name)
+    schedule = _schedule(family, gmacs, name)
     note = None
-    if not named:
-        note = (
-            f"the schedule was published for {families[0].name} and is borrowed for {name}, "
-            "a model of the same shape"
-        )
+    if borrowed:
+        note = f"the schedule was published for {family.name} and is borrowed for {name}, a model of the same shape"
         schedule = replace(schedule, made={**schedule.made, "note": note})
     return replace(schedule, cost={"gmacs": gmacs_of(model, schedule)}), note
+
+
+def family_of(layout: Layout, name: str) -> tuple[Family | None, bool]:
+    """The family whose schedules fit a model, by its name or its shape, if there is one; and whether it is borrowed."""
+    shape = (layout.depth, layout.tokens, layout.dim)
+    same_shape = [f for f in FAMILIES if (f.depth, f.tokens, f.dim) == shape]
+    named = [f for f in same_shape if any(name == m or name.startswith(m + ".") for m in f.models)]
+    pooled_alike = [f for f in same_shape if f.mean_pooled == layout.mean_pooled]
+    families = [f for f in named or pooled_alike or same_shape if f.prefix == layout.prefix]
+    return (families[0] if families else None), not named
+
+
+def budgets_of(family: Family) -> list[float]:
+    """The GMACs at which a family has schedules."""
+    return sorted(map(float, _counts(family)))
 
 
 def _schedule(family: Family, gmacs: float, model: str) -> Schedule:

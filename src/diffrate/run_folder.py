@@ -37,7 +37,9 @@ class RunFolder:
             return
         known = self.read("config.json")
         if known is not None and not resume:
-            raise DiffRateError(f"{self.path} already holds a {what}: resume it, or choose another folder")
+            raise DiffRateError(
+                f"{self.path} already holds a {what}: resume it (--resume), or choose another folder"
+            )
         if resume and known is None:
             raise DiffRateError(f"{self.path} holds no {what} to resume")
         if known is not None:

@@ -188,7 +188,9 @@ class Schedule:
                 raise ScheduleError(f"{path} is too large to be a schedule")
             values = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
         except OSError as error:
-            raise ScheduleError(f"cannot read the schedule {path}: {error.strerror or error}") from error
+            raise ScheduleError(
+                f"cannot read the schedule {path}: {error.strerror or error}{_beside(path)}"
+            ) from error
         except (ValueError, RecursionError) as error:
             if isinstance(error, ScheduleError):
                 raise
@@ -197,6 +199,12 @@ class Schedule:
             return cls.from_dict(values)
         except DiffRateError as error:
             raise ScheduleError(f"{path}: {error}") from error
+
+
+def _beside(path: Path) -> str:
+    """The schedules that lie where one was looked for: a search for several budgets names each by its own."""
+    others = sorted(each.name for each in path.parent.glob("schedule*.json") if each.name != path.name)
+    return f"; beside it are {', '.join(others)}" if others else ""
 
 
 def check_is_file(path: Path) -> None:

@@ -46,7 +46,8 @@ class Compressible:
     """One model: its sequence, which blocks may drop tokens, by which ranking, and the MACs that leaves.
 
     gmacs, least_gmacs  whole, and with as few tokens as a search may leave in every block.
-    published           budgets in GMACs at which the paper has a schedule for this model.
+    published           budgets in GMACs at which the paper has a schedule for this model or, borrowed from its
+                        family `borrowed_from`, for one of its shape.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Compressible:
     gmacs: float
     least_gmacs: float
     published: list[float]
+    borrowed_from: str | None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,6 +75,7 @@ def compressible(model: nn.Module, name: str) -> Compressible:
     layout = backbone.layout
     cost = MacCost.of_backbone(backbone)
     space = Space.of(backbone, cost)
+    family, borrowed = published.family_of(layout, name)
     head = "looks at the class token"
     if layout.restores:
         head = "sees the restored grid"
@@ -91,9 +94,6 @@ def compressible(model: nn.Module, name: str) -> Compressible:
         head=head,
         gmacs=cost.of_schedule(None),
         least_gmacs=float(space.gmacs(space.least)),
-        published=[row["gmacs"] for row in published.table() if name.split(".")[0] in _bare(row["models"])],
+        published=[] if family is None else published.budgets_of(family),
+        borrowed_from=family.name if family is not None and borrowed else None,
     )
-
-
-def _bare(names: list[str]) -> set[str]:
-    return {name for name in names if "." not in name}

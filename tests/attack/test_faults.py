@@ -43,7 +43,9 @@ def test_a_full_disk_leaves_nothing_half_written(name: str, most: int, tmp_path:
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path) -> None:
     assert go_on(JOBS["search"], tmp_path) == [0]
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(DiffRateError, match="already holds a search: resume it, or choose another folder"):
+    with pytest.raises(
+        DiffRateError, match=r"already holds a search: resume it \(--resume\), or choose another folder"
+    ):
         JOBS["search"](tmp_path, False)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 

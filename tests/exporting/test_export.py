@@ -194,6 +194,7 @@ def test_command(
     ran = diffrate_cli(*flags, "--to", "safetensors", "--crop-pct", "1.0", "-o", saved)
     assert ran.code == 0, ran.err
     assert "on 12 images of" in ran.out
+    assert "random weights" not in ran.err
     assert diffrate.load(saved).pretrained_cfg["crop_pct"] == 1.0
     assert diffrate.load(saved).schedule.merge == kept
 
@@ -214,6 +215,12 @@ def test_command(
     with torch.no_grad():
         expected = diffrate.compress(tiny_vit, diffrate.Schedule(kept, kept))(x)
     assert torch.allclose(torch.from_numpy(session.run(None, {"images": x.numpy()})[0]), expected, atol=1e-4)
+
+
+def test_random_weights_are_told_of(diffrate_cli: Cli, tmp_path: Path) -> None:
+    ran = diffrate_cli("export", *TINY_FLAGS, "--to", "safetensors", "-o", tmp_path / "random")
+    assert ran.code == 0, ran.err
+    assert "the model has random weights" in ran.err
 
 
 def test_mistakes(diffrate_cli: Cli, tmp_path: Path) -> None:

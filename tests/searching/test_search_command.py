@@ -42,6 +42,39 @@ def test_command_on_a_folder_without_classes_skips_what_it_cannot_read(tmp_path,
     assert (tmp_path / "run" / "schedule.json").is_file()
 
 
+def test_a_search_names_what_it_wrote_and_takes_no_more_images_than_it_may(tmp_path, diffrate_cli):
+    for label in "ab":
+        folder_of_images(tmp_path / "images" / label)
+    flags = [
+        "search",
+        *TINY_FLAGS,
+        "--data-dir",
+        str(tmp_path / "images"),
+        "--steps",
+        "2",
+        "--batch-size",
+        "4",
+    ]
+    flags += ["--workers", "0", "--device", "cpu", "--budget"]
+    several, one = tmp_path / "several", tmp_path / "one"
+    done = diffrate_cli(*flags, "70%,60%", "--images", "20", "--output", str(several))
+    assert done.code == 0, done.err
+    assert "the model has random weights" in done.err
+    files = sorted(each.name for each in several.glob("schedule*.json"))
+    assert len(files) == 2
+    assert done.out.rstrip().endswith(f"; written to {several}: {files[1]}, {files[0]}")
+    assert json.loads((several / "config.json").read_text())["images"] == 20
+    missing = several / "schedule.json"
+    with pytest.raises(
+        diffrate.ScheduleError, match=f"{missing}: No such file.*; beside it are {', '.join(files)}$"
+    ):
+        diffrate.Schedule.load(missing)
+    done = diffrate_cli(*flags, "60%", "--images", "1000", "--output", str(one))
+    assert done.code == 0, done.err
+    assert done.out.rstrip().endswith(f"; written to {one}: schedule.json")
+    assert json.loads((one / "config.json").read_text())["images"] == 48
+
+
 def test_flags_say_how_tokens_are_removed(tmp_path, diffrate_cli):
     for label in "abc":
         folder_of_images(tmp_path / "images" / label)

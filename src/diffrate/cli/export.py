@@ -100,6 +100,7 @@ def export_command(
         size = None if img_size is None else o.read_size(img_size)
         kwargs = o.read_kwargs(model_kwargs)
         whole = load_model(model, checkpoint, pretrained, num_classes, size, kwargs)
+        o.note_random_weights(model, checkpoint, pretrained)
         chosen = None if schedule is None else o.read_schedule(schedule, whole, model)
         if chosen is not None:
             show_effective(chosen)

@@ -50,6 +50,8 @@ def models(
     height, width = found.img_size
     first, last = found.blocks
     published = ", ".join(f"{gmacs:g}" for gmacs in found.published) or "none"
+    if found.borrowed_from is not None:
+        published += f" (of {found.borrowed_from}, a model of the same shape)"
     show_table(
         ["", model],
         [

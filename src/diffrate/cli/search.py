@@ -22,6 +22,7 @@ from diffrate.models import load_model
 from diffrate.results import check_target
 from diffrate.searching import SearchResult, search
 from diffrate.searching.images import MOST_HELD_OUT
+from diffrate.searching.report import schedule_files
 from diffrate.searching.run import RECIPES
 
 SEARCH = "Search"
@@ -51,6 +52,7 @@ def search_command(
     dataset: o.DatasetName = "",
     split: o.Split = None,
     class_map: o.ClassMap = None,
+    most: o.MostImages = None,
     workers: o.Workers = 2,
     crop_pct: o.CropPct = None,
     mean: o.Mean = None,
@@ -135,6 +137,8 @@ def search_command(
         seed
     )  # for weights that are not given: every process, and a resumed run, must have the same
     whole = load_model(model, checkpoint, pretrained, num_classes, size, kwargs)
+    if accelerator.is_main_process:
+        o.note_random_weights(model, checkpoint, pretrained)
     costs = c.read_costs(
         whole, model, device, profile_table, profile_batch_size, profile_dtype, any_table, hardware, clock_mhz, dram_pj,
         operator or o.OPERATORS[recipe],
@@ -143,6 +147,7 @@ def search_command(
     data = search_datasets(
         whole, data_dir, dataset, split, labels=recipe == "paper", heavy=recipe == "paper", img_size=size,
         crop_pct=crop_pct, mean=mean, std=std, interpolation=interpolation, class_map=class_map,
+        images=most,
     )  # fmt: skip
     mix: Any = None
     if recipe == "paper":
@@ -205,4 +210,5 @@ def show_found(result: SearchResult, output: Path) -> None:
         note(
             f"{len(result.unreadable)} images could not be read and were skipped: {'; '.join(result.unreadable[:5])}"
         )
-    typer.echo(f"{result.seconds:.1f} s; written to {output}")
+    files = ", ".join(schedule_files(result.schedules))
+    typer.echo(f"{result.seconds:.1f} s; written to {output}: {files}")

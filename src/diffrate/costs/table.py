@@ -170,7 +170,7 @@ class LatencyTable:
 def _refuse(what: str, mine: str, theirs: str) -> None:
     raise DiffRateError(
         f"the latency table was measured for another {what}: {mine}, not {theirs}; "
-        "profile again, or say that it may be used anyway"
+        "profile again, or say that it may be used anyway (--any-table)"
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
-from diffrate.data.folders import EVAL_SPLITS, TRAIN_SPLITS, build_dataset, check_labels
+from diffrate.data.folders import EVAL_SPLITS, TRAIN_SPLITS, Images, build_dataset, check_labels
 from diffrate.data.transforms import RAND_AUGMENT, augmenting, image_mode, plain_transform, preprocessing
 from diffrate.errors import DiffRateError
 
@@ -29,11 +29,14 @@ def search_datasets(
     interpolation: str | None = None,
     class_map: str | None = None,
     most: int = 10_000,
+    images: int | None = None,
 ) -> tuple[Any, Any]:
     """The images of a search twice: augmented, and as an evaluation sees them.
 
     Light augmentation is a crop of at least a third of the image and mirroring; `heavy` is the paper's: small crops,
     RandAugment(9, 0.5) and random erasing. Without a split, the training images. Of a stream the first `most`.
+
+    images  no more than these: of a folder evenly spread, of other sets the first.
     """
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     light = {"scale": (0.35, 1.0), "color_jitter": None, "re_prob": 0.0}
@@ -50,7 +53,11 @@ def search_datasets(
     if labels:
         check_labels(found, model)
     if isinstance(found, IterableDataset):
-        found = [pair for pair, _ in zip(found, range(most), strict=False)]
+        found = [pair for pair, _ in zip(found, range(images or most), strict=False)]
+    elif isinstance(found, Images) and images is not None:
+        found.spread(images)
+    elif images is not None and images < len(found):
+        found = Subset(found, range(images))
     return Transformed(found, augment), Transformed(found, plain)
 
 

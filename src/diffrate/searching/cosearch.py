@@ -173,7 +173,9 @@ def _folder(output: str | os.PathLike[str], resume: bool) -> Path:
     folder = Path(output)
     known = (folder / "design.json").exists() or any(folder.glob(f"{ROUND}*/config.json"))
     if known and not resume:
-        raise DiffRateError(f"{folder} already holds a co-search: resume it, or choose another folder")
+        raise DiffRateError(
+            f"{folder} already holds a co-search: resume it (--resume), or choose another folder"
+        )
     if resume and not known:
         raise DiffRateError(f"{folder} holds no co-search to resume")
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich.progress as bars
@@ -14,6 +15,7 @@ from diffrate.costs.base import METRICS
 from diffrate.digest import KEY, is_whole, signed
 from diffrate.errors import DiffRateError
 from diffrate.run_folder import RunFolder
+from diffrate.schedule import Schedule
 from diffrate.searching.budget import Budget
 
 if TYPE_CHECKING:
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
 STATE = "state.json"
 SAVE_SECONDS = 2.0
 T = TypeVar("T")
+
+
+def schedule_files(schedules: Sequence[Schedule]) -> list[str]:
+    """Their names in the folder of a search: schedule.json, or one named by each of several budgets."""
+    if len(schedules) == 1:
+        return ["schedule.json"]
+    return [f"schedule-{schedule.made['budget'].replace(',', '-')}.json" for schedule in schedules]
 
 
 class SearchFolder(RunFolder):
@@ -65,9 +74,7 @@ class SearchFolder(RunFolder):
             return
         from diffrate.plots import kept_plot
 
-        for schedule in result.schedules:
-            single = len(result.schedules) == 1
-            file = "schedule.json" if single else f"schedule-{schedule.made['budget'].replace(',', '-')}.json"
+        for file, schedule in zip(schedule_files(result.schedules), result.schedules, strict=True):
             schedule.save(self.path / file)
         self.write(
             "history.json",
