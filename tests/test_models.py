@@ -104,6 +104,7 @@ def test_unknown_argument_and_unknown_tag_are_one_sentence() -> None:
         with pytest.raises(DiffRateError, match="timm could not build") as error:
             load_model(name, pretrained=not kwargs, model_kwargs=kwargs)
         assert "\n" not in str(error.value)
+        assert str(error.value).endswith("already come by --checkpoint") is not bool(kwargs)
 
 
 def test_a_model_that_takes_any_size_is_told_which() -> None:

@@ -85,7 +85,8 @@ def _create(
     except (
         Exception
     ) as error:  # timm raises every kind of exception here: bad arguments, no network, no such tag
-        raise DiffRateError(f"{library} could not build {name}: {first_line(error)}") from error
+        hint = "; weights that are on disk already come by --checkpoint" if pretrained else ""
+        raise DiffRateError(f"{library} could not build {name}: {first_line(error)}{hint}") from error
     return created
 
 
