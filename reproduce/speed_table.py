@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from diffrate.speed import UNCOMPRESSED, WITH_KERNELS
+
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": True, "docs/speed.md": False}  # whether the page shows only what matters most
 START, END = "<!-- speed -->", "<!-- /speed -->"
@@ -27,7 +29,6 @@ COLUMNS = (
     "of uncompressed",
     "of that with our kernels",
 )
-WITH_KERNELS = "uncompressed, with our kernels"
 
 
 def main() -> None:
@@ -70,7 +71,7 @@ def table(record: dict[str, Any], name: str, short: bool = False) -> str:
     commits: dict[str, None] = {}
     beside: dict[str, Any] | None = None
     for row in record["results"]["rows"]:
-        if row["name"] in ("uncompressed", WITH_KERNELS):
+        if row["name"] in (UNCOMPRESSED, WITH_KERNELS):
             beside = row if row["name"] == WITH_KERNELS else None
         if row["of_oracle"] is None or row.get("kernels", "auto") != "auto":
             continue

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from conftest import pixels, write_image
 from diffrate.data import UnreadableImageError, build_loader, preprocessing, search_datasets
@@ -192,3 +196,30 @@ def test_search_images_are_the_training_ones_augmented_and_plain(tmp_path, tiny_
     assert not any(torch.equal(views[0], view) for view in views[1:])
     chosen, _ = search_datasets(tiny_vit, tmp_path, split="val")
     assert len(chosen) == 2
+
+
+class Stream(IterableDataset):
+    def __init__(self, images: list[Any]) -> None:
+        self.images = images
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.images)
+
+
+@pytest.mark.parametrize(("most", "wanted"), [(2, [0, 1]), (9, [0, 1, 2, 3, 4]), (None, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize("kind", [list, Stream])
+def test_a_search_takes_the_first_of_sets_that_are_no_folders(
+    tiny_vit: nn.Module, monkeypatch: pytest.MonkeyPatch, kind: Any, most: int | None, wanted: list[int]
+) -> None:
+    images = [(Image.new("RGB", (32, 32), (value, 0, 0)), value) for value in range(5)]
+    monkeypatch.setattr("diffrate.data.sets.build_dataset", lambda *_, **__: kind(images))
+    for found in search_datasets(tiny_vit, most=most):
+        assert [found[i][1] for i in range(len(found))] == wanted
+
+
+def test_a_search_takes_images_evenly_spread_over_a_folder(tiny_vit: nn.Module, tmp_path: Path) -> None:
+    for label in range(3):
+        for i in range(4):
+            write_image(tmp_path / str(label) / f"{i}.png", seed=4 * label + i)
+    for found in search_datasets(tiny_vit, tmp_path, labels=True, most=3):
+        assert [label for _, label in found] == [0, 1, 2]

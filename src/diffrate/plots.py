@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffrate.errors import DiffRateError
 from diffrate.schedule import write_bytes
+from diffrate.speed import UNCOMPRESSED, WITH_KERNELS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,12 +121,10 @@ def accuracy_figure(results: Mapping[str, Any], title: str = "") -> Figure:
                 capsize=2,
                 label=method,
             )
-        axes.plot(_place(whole, by_cost), whole["top1"], "k*", markersize=11, label="uncompressed")
+        axes.plot(_place(whole, by_cost), whole["top1"], "k*", markersize=11, label=UNCOMPRESSED)
         if not by_cost and (beside := whole.get("speed_with_kernels")):
-            label = "uncompressed, with our kernels"
-            axes.plot(
-                beside["images_per_second"], whole["top1"], "k*", markersize=11, mfc="none", label=label
-            )
+            place = beside["images_per_second"], whole["top1"]
+            axes.plot(*place, "k*", markersize=11, markerfacecolor="none", label=WITH_KERNELS)
         axes.axhline(whole["top1"], color="black", linewidth=0.5, linestyle=":")
         axes.set(xlabel=x + (", methods of one budget set side by side" if by_cost else ""), ylabel="top-1 %")
     panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -124,6 +124,8 @@ def cosearch_command(
     data: Any = None
     options: dict[str, Any] = {}
     if data_dir is not None or dataset:
+        if main:
+            o.note_random_weights(model, checkpoint, pretrained)
         data = search_datasets(
             whole, data_dir, dataset, split, labels=False, heavy=False, img_size=size, crop_pct=crop_pct,
             mean=None, std=None, interpolation=None, class_map=None,

@@ -147,7 +147,7 @@ def search_command(
     data = search_datasets(
         whole, data_dir, dataset, split, labels=recipe == "paper", heavy=recipe == "paper", img_size=size,
         crop_pct=crop_pct, mean=mean, std=std, interpolation=interpolation, class_map=class_map,
-        images=most,
+        most=most,
     )  # fmt: skip
     mix: Any = None
     if recipe == "paper":

@@ -14,6 +14,8 @@ from diffrate.data.folders import EVAL_SPLITS, TRAIN_SPLITS, Images, build_datas
 from diffrate.data.transforms import RAND_AUGMENT, augmenting, image_mode, plain_transform, preprocessing
 from diffrate.errors import DiffRateError
 
+STREAMED = 10_000  # images of a stream that a search reads
+
 
 def search_datasets(
     model: nn.Module,
@@ -28,15 +30,14 @@ def search_datasets(
     std: tuple[float, ...] | None = None,
     interpolation: str | None = None,
     class_map: str | None = None,
-    most: int = 10_000,
-    images: int | None = None,
+    most: int | None = None,
 ) -> tuple[Any, Any]:
     """The images of a search twice: augmented, and as an evaluation sees them.
 
     Light augmentation is a crop of at least a third of the image and mirroring; `heavy` is the paper's: small crops,
-    RandAugment(9, 0.5) and random erasing. Without a split, the training images. Of a stream the first `most`.
+    RandAugment(9, 0.5) and random erasing. Without a split, the training images. Of a stream the first `STREAMED`.
 
-    images  no more than these: of a folder evenly spread, of other sets the first.
+    most  no more images than these: of a folder evenly spread, of other sets the first.
     """
     config = preprocessing(model, img_size, crop_pct, mean, std, interpolation)
     light = {"scale": (0.35, 1.0), "color_jitter": None, "re_prob": 0.0}
@@ -53,11 +54,11 @@ def search_datasets(
     if labels:
         check_labels(found, model)
     if isinstance(found, IterableDataset):
-        found = [pair for pair, _ in zip(found, range(images or most), strict=False)]
-    elif isinstance(found, Images) and images is not None:
-        found.spread(images)
-    elif images is not None and images < len(found):
-        found = Subset(found, range(images))
+        found = [pair for pair, _ in zip(found, range(most or STREAMED), strict=False)]
+    elif most is not None and isinstance(found, Images):
+        found.spread(most)
+    elif most is not None:
+        found = Subset(found, range(min(most, len(found))))
     return Transformed(found, augment), Transformed(found, plain)
 
 
